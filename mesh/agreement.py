@@ -1,7 +1,7 @@
-"""Results as the ranks tell of them, put together: do they agree, and what global values do they form?
+"""Putting together what the ranks report of their results: do they agree, and what global values do they form?
 
-Each rank gives an `OutputMeta` for every leaf; `assemble` finds the global shapes, or the error that names the leaf and
-the ranks that differ. The same in the driver and on launched ranks.
+Each rank gives an `OutputMeta` for every leaf; `assemble` finds the global shapes, or raises an error that names the
+leaf and the ranks that differ. The driver and launched ranks both use it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .spec import Layout, P, ragged_shape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputMeta:
-    """A leaf of the results: what the other side must know of it.
+    """What a rank reports of one leaf of its results.
 
     Attributes:
         spec: None for a value that is not a tensor.
         shape: of this rank's part.
-        value: of what is no tensor; of a tensor that had another spec in the call before, its print.
+        value: the value, if it is no tensor; the print of a tensor whose spec was another in the call before.
         whole: the global shape, where the rank knows it.
-        varying: axes along which replicas may differ, whatever their values, and why; None if there are none.
+        varying: axes along which replicas may differ (even if they don't this time), and why; None if there are none.
     """
 
     spec: P | None
@@ -63,17 +63,17 @@ def tensors_among(leaves: Sequence[Any], metas: Sequence[OutputMeta]) -> list[An
 
 
 def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
-    """Those of the leaves that are tensors."""
+    """The specs of the leaves that are tensors."""
     return [about.spec for about in metas if about.spec is not None]
 
 
 def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
-    """What a rank tells of its results; mostly equal bytes on all ranks, so that they are decoded once."""
+    """A rank's report of its results. Most ranks send equal bytes, so that they are decoded once."""
     return cloudpickle.dumps((trees.pack(treedef), metas))
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
-    """What each rank tells of its results."""
+    """The reports of all ranks, decoded."""
     decoded: dict[bytes, Outputs] = {}
     for data in encoded:
         if data not in decoded:
@@ -103,8 +103,8 @@ def assemble(
         outputs: by rank.
         name, where: the program and the mesh, for messages.
         compare: refuse values that should agree and do not.
-        prints, check: what each rank told of its tensors, and in which kind of call.
-        ragged: shards may differ in dimensions that are not cut, whose sizes then are `RAGGED`.
+        prints, check: each rank's prints of its tensors, and what they cover.
+        ragged: shards may differ in dimensions that are not cut, which then have the size `RAGGED`.
         remedy: what to do about shards that do not fit together.
 
     Raises:
@@ -161,7 +161,7 @@ def _of_batch(
 def of_batch(
     layout: Layout, descriptions: tuple[bytes, ...], *, name: str, where: str, ragged: bool = False, remedy: str
 ) -> tuple[Any, list[Result]]:
-    """`assemble` for a batch, of which most are described like others: then it was worked out before."""
+    """`assemble` for a batch, with a cache: most batches have the same descriptions as an earlier one."""
     treedef, results = _of_batch(layout, descriptions, name, where, ragged, remedy)
     own = [Result(None, copy.deepcopy(result.value)) if result.meta is None else result for result in results]
     return treedef, own
@@ -210,7 +210,7 @@ def _check_replicas(
 
 
 def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
-    """The axes along which ranks that are next to each other are in different groups."""
+    """The axes along which ranks that differ in this axis alone are in different groups."""
     found = []
     for name in layout.names:
         rows: dict[Any, set[int]] = {}  # ranks that differ along this axis alone: their groups
@@ -223,7 +223,7 @@ def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
 
 
 def refuse_varying(layout: Layout, leaf: OutputMeta, what: str, where: str) -> None:
-    """Refuse a result that may differ between ranks, whose values nobody knows."""
+    """Refuse a result that may differ between ranks, where its values aren't known."""
     if leaf.varying is not None:
         axes, why = leaf.varying
         problem = f"{what} may differ between ranks along {', '.join(axes)}; it {why}"
@@ -237,7 +237,7 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
 
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:
-    """Whether two ranks, or calls, have the same result, but for the bytes of a tensor."""
+    """Whether the reports of two ranks, or calls, give the same value or shape (and print, if they have one)."""
     if a.spec is None:
         return values.same_value(a.value, b.value)
     return a.shape == b.shape and values.same_bytes(a.value, b.value, a.shape)
@@ -272,10 +272,10 @@ def _check_shapes(
     *,
     ragged: bool = False,
 ) -> None:
-    """Refuse shards that do not fit together: their sizes may differ only from block to block of a cut dimension.
+    """Refuse shards that do not fit together: sizes may differ only between blocks of a dimension that is cut.
 
     Args:
-        ragged: those of other dimensions may differ from shard to shard.
+        ragged: in other dimensions, sizes may differ from shard to shard.
     """
     if all(shape == shapes[0] for shape in shapes):
         return

@@ -1,8 +1,8 @@
-"""What torch was told around a call: grad mode, autocast, anomaly detection, the default dtype, determinism.
+"""Torch's settings around a call: grad mode, autocast, anomaly detection, the default dtype, determinism.
 
-These are settings of a thread or a process. A step means what it says on one device, so the ranks run its body under
-the settings that the caller has. Invariant: they are compared with those of a fresh process, so that a call in the
-usual circumstances carries nothing.
+These belong to a thread or a process. A step should do what it would do on one device, so the ranks run its body under
+the caller's settings. Invariant: only settings that differ from those of a fresh process are sent, so that an ordinary
+call carries none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Autocast:
-    """As `torch.autocast` was entered for one type of device."""
+    """How `torch.autocast` was entered for one type of device."""
 
     device: str
     dtype: torch.dtype
@@ -36,10 +36,10 @@ class Ambient:
         grad: whether gradients are recorded.
         autocast: for each type of device under autocast.
         anomaly: None, or whether anomaly detection also looks for NaN.
-        dtype: of tensors that are made without one.
+        dtype: torch's default dtype.
         counting: the ranks are to count their collectives.
-        deterministic: None, or whether torch's deterministic algorithms only warn of what has none. None leaves a rank
-            as it is, which `mesh.run` may have told.
+        deterministic: None, or whether torch's deterministic algorithms only warn where there is none. None leaves a
+            rank as it is, since the program may have set it there with `mesh.run`.
     """
 
     grad: bool

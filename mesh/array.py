@@ -1,8 +1,8 @@
-"""`Array`: a value on a mesh. The data stays on the ranks; what is here is its shape, its spec and how to get at it.
+"""`Array`: a value on a mesh. The data stays on the ranks; an `Array` knows its shape, its spec and how to fetch it.
 
-The same type in the driver and in a launched rank. Where the data is differs, and is a *source*'s business: one for
-all results of a call. `rank.local_values` has this rank's shards in hand, `driver.values` has names for them.
-Invariant: a value goes with the last `Array` of it, whatever else the same call has made.
+The driver and launched ranks use the same type. Where the data lies is the business of its *source*, one object for
+all results of a call: `rank.local_values` holds this rank's shards, `driver.values` holds names for them.
+Invariant: a value is freed with its last `Array`, whether or not other results of the same call are still in use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
 
-_OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # that of a tensor which is gone at once
-MOST_SHOWN = 16  # elements of a value that is shown with its values
+_OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # would be those of a tensor that is gone at once
+MOST_SHOWN = 16  # elements; a larger value is printed without its numbers
 
 
 def refuse_ragged(shape: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ FREEZE = "model.requires_grad_(False) before functional(model); for a while, Non
 
 
 def refuse_gradients(problem: str, remedy: str = WAY) -> NoReturn:
-    """Refuse what would need the history of a value, which no Array has."""
+    """Refuse what needs a value's autograd history: no Array has one."""
     raise SpecError(message(f"{problem}, whose gradients are not recorded", remedy=remedy))
 
 
@@ -64,12 +64,12 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Meta:
 
 
 class Source(Protocol):
-    """Where the values of a call are, each by its index.
+    """Where the results of a call are found, each by its index.
 
     Attributes:
-        hints: shape, dtype and spec of each without waiting: what the same call made before, if this is not over yet.
+        hints: shape, dtype and spec of each, without waiting: until the call is over, those of the last such call.
         deal: how a `Loader` dealt them.
-        donated: of those whose memory a function was given its name, by index.
+        donated: the index of each value that was donated -> the name of the function that got its memory.
     """
 
     hints: Sequence[Meta]
@@ -87,23 +87,23 @@ class Array:
 
     Attributes:
         mesh: the mesh that holds it.
-        shape: the global shape; -1 stands for what differs between ranks in a padded batch of a `Loader` (a launched
-            rank, which has not heard of the others', gives its own sizes from dimension 1 on).
+        shape: the global shape. In a padded batch of a `Loader`, -1 stands for a size that differs between ranks (a
+            launched rank doesn't know the others' sizes, and gives its own from dimension 1 on).
         dtype: as in torch.
         spec: how it is cut.
         local: this rank's shard (only on a rank).
 
-    Getting at the values (`float`, `item`, `np.asarray`, `full`, `shards`) waits for the call that makes them, and
-    raises what went wrong in it.
+    Reading the values (`float`, `item`, `np.asarray`, `full`, `shards`) waits for the call that makes them, and raises
+    its error if it failed.
     """
 
     # Without a `__del__`: Python ignores what that raises, and so a Ctrl-C that came then would be lost.
     __slots__ = ("__weakref__", "_index", "_shard", "_source", "mesh")
-    __array_priority__ = 1000  # as torch's tensors have it: `array + x` of NumPy's leaves the sum to `x`
+    __array_priority__ = 1000  # as in torch.Tensor: NumPy's `array + x` leaves the sum to `x`
 
     def __init__(self, mesh: Any, source: Source, index: int, shard: torch.Tensor | None = None):
         self.mesh, self._source, self._index = mesh, source, index
-        self._shard = shard  # what goes with this Array, where the source has it in hand
+        self._shard = shard  # this rank's shard, on a rank: freed with this Array
 
     def check_readable(self) -> None:
         """Refuse a value that was donated."""
@@ -118,11 +118,11 @@ class Array:
 
     @property
     def donated_to(self) -> str | None:
-        """The function that it was donated to."""
+        """The name of the function that it was donated to, or None."""
         return self._source.donated.get(self._index)
 
     def hint(self) -> Meta:
-        """Shape, dtype and spec without waiting: as the same call gave them before, if this one is not over yet."""
+        """Shape, dtype and spec, without waiting: until the call is over, those of the last such call."""
         return self._source.hints[self._index]
 
     @property
@@ -174,7 +174,7 @@ class Array:
         return self._source.full(self._index)
 
     def to_dtensor(self) -> Any:
-        """The value as a torch `DTensor` on `mesh.device_mesh`, on a rank; it shows the memory of `local`.
+        """The value as a torch `DTensor` on `mesh.device_mesh`, on a rank; it shares memory with `local`.
 
         Raises:
             MeshError: in the driver, which is no rank.
@@ -281,7 +281,7 @@ class Array:
         return f"<code>{self!r}</code>" if self.donated_to else drawing.html([self.grid()], self.mesh.size)
 
     def __str__(self) -> str:
-        # On launched ranks the whole of a value that is cut is to be had only together.
+        # On launched ranks, fetching a sharded value is a collective call, which printing on one rank must not make.
         small = self.donated_to is None and 0 <= self.shape.numel() <= MOST_SHOWN
         value = self.full() if small and (self.mesh.is_driver or not self.spec.entries) else None
         listed = None if value is None or value.layout is not torch.strided else value.tolist()  # torch lists no others
@@ -346,5 +346,5 @@ for _name in (
 ):
     setattr(Array, _name, shows_only_users(getattr(Array, _name)))
 
-# What logs numbers asks whether it is given one (TensorBoard, tqdm's `set_postfix`), and takes a loss then.
+# TensorBoard and tqdm's `set_postfix` ask whether they were given a Number: now they accept a loss.
 numbers.Number.register(Array)

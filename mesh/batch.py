@@ -1,7 +1,7 @@
 """The batch of a step: which argument it is, and how it was split before a region began.
 
-What comes whole to a call is given the spec of its axis there (`Request`); what is whole within a region is cut by
-`transforms._batch`. Both ask `BatchArgument` where it is and `common_length` how long it is.
+A batch that is passed whole to a call gets the spec of its axis in `Request`; one that is whole within a region is cut
+by `transforms._batch`. Both ask `BatchArgument` which argument it is, and `common_length` how long it is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from . import trees
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deal:
-    """How a `Loader` dealt a batch: where it stands in the run, and over how many virtual shards.
+    """How a `Loader` dealt a batch: its (epoch, step), and over how many virtual shards.
 
     Attributes:
-        sizes: of the virtual shards, where they are other than dealing one by one makes them; of a batch without
-            shards, those of the virtual streams where some rank has no samples.
-        source: what the batches of the `Loader` depend on besides the dataset, in words.
+        sizes: of the virtual shards, if they differ from what dealing samples one by one gives; of a batch without
+            shards, the sizes of the virtual streams, if some rank has no samples.
+        source: in words, what else the batches of the `Loader` depend on, besides the dataset.
     """
 
     position: tuple[int, int]
@@ -36,7 +36,7 @@ class Deal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchArgument:
-    """Which argument of a function is its batch, and over what it is split.
+    """Which argument of a function is its batch, and how it is to be split.
 
     Attributes:
         name: of the argument.
@@ -51,7 +51,7 @@ class BatchArgument:
     shards: int | None = None
 
     def key(self, positional: int) -> int | str:
-        """Its position in a call with so many positional arguments, else its name."""
+        """Its position in a call with this many positional arguments, or its name if it is passed by name."""
         return self.name if self.position is None or self.position >= positional else self.position
 
 
@@ -60,9 +60,9 @@ class BatchSplit:
     """How the batch of a call was split before its region began.
 
     Attributes:
-        axis, total: over which axis, and dimension 0 of the whole; None if the call is of no `data_parallel` step.
-        shards: over how many virtual shards a `Loader` dealt it; None if none did.
-        sizes: of those, where they are other than dealing one by one makes them.
+        axis, total: over which axis, and dimension 0 of the whole; None if the function is no `data_parallel` step.
+        shards: over how many virtual shards a `Loader` dealt it; None if no `Loader` did, or without shards.
+        sizes: of these shards, if they differ from what dealing samples one by one gives.
     """
 
     axis: str | None = None
@@ -72,10 +72,11 @@ class BatchSplit:
 
 
 def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whose: str) -> int | None:
-    """Dimension 0 of a batch's leaves, by index; None if it has none.
+    """The common size of dimension 0 of a batch's leaves; None if there are none.
 
     Args:
-        called: what a leaf is called, asked where that is told.
+        lengths: index of a leaf -> its size.
+        called: gives a leaf's name for the error.
 
     Raises:
         SpecError: they differ.
@@ -94,10 +95,10 @@ def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whos
 
 
 def refuse_lists(tree: Any, length: int, whose: str) -> None:
-    """Refuse a list of what is no tensor with an entry for each of `length` samples, beside tensors that are split.
+    """Refuse a list of non-tensors that has one entry for each of `length` samples, beside tensors that are split.
 
-    A DataLoader makes such of strings. A NumPy array of strings, a range or a column of a table is one, too. A tuple is
-    taken to mean what it is, the same for all samples.
+    A DataLoader makes such lists of strings. A NumPy array of strings, a range or a column of a table counts, too. A
+    tuple is allowed: it is taken to be the same for all samples.
 
     Raises:
         SpecError: there is one.
@@ -122,7 +123,7 @@ def refuse_lists(tree: Any, length: int, whose: str) -> None:
 
 
 def _is_column(leaf: Any, length: int) -> bool:
-    """Whether a leaf that is no tensor, nor an array that becomes one, has an entry for each of so many samples."""
+    """Whether a leaf that neither is nor becomes a tensor has one entry for each of `length` samples."""
     if isinstance(leaf, torch.Tensor | numbers.Number | str | bytes):  # Arrays count as numbers
         return False
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":

@@ -1,8 +1,8 @@
 """Calling a program on all ranks: arguments go out, results come back as Arrays.
 
-Two ways to the same end: the driver sends the call (`DriverCall`), and a launched rank runs its own part
-(`LaunchedCall`). Of each signature one of these is made at the first call, with all that the signature settles, and
-looked up afterwards. Invariant: equal signatures mean equal structure, shapes, dtypes and specs of the arguments.
+The driver sends the call (`DriverCall`); a launched rank runs its own part (`LaunchedCall`). The first call of each
+signature makes one of these, with everything that the signature settles; later calls look it up. Invariant: equal
+signatures mean equal structure, shapes, dtypes and specs of the arguments.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .request import Request, Span, donate, spans_of
 
 
 class HasRefs(Exception):
-    """Among the arguments of a call are results of remote calls, which must be on the ranks first."""
+    """The arguments of a call contain results of remote calls, which must be brought to the ranks first."""
 
 
-SIGNATURES = 256  # of one program that are remembered
+SIGNATURES = 256  # remembered for each program
 
 
 def call(
@@ -51,11 +51,11 @@ def call(
     Args:
         source: the function whose changes mean that the program must be sent again; None if it never changes.
         tree: (args, kwargs).
-        request: checks the arguments; called for the first of each signature, and where something is wrong with them.
+        request: checks the arguments; called for the first call of a signature, and if something is wrong with them.
         check: when replicas of results are compared: "first", "always" or "never".
         holder: lives as long as the program is worth keeping on the ranks.
-        donates: some arguments are given up.
-        flat: the leaves and the structure of `tree`, from who has them.
+        donates: whether some arguments are donated.
+        flat: the leaves and the structure of `tree`, if the caller has them.
     """
     settings = ambient()
     if counted.thread.asked:
@@ -78,7 +78,7 @@ def call(
         known = None
     if known is None:
         wanted = request()
-        signature, deal = _signature(leaves, spans, treedef, settings)  # of the shapes that it has waited for
+        signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
         plan, moves = wanted.plan(settings), _moves(leaves, wanted)
         leaves = wanted.leaves
         spans = spans_of(leaves)
@@ -91,7 +91,7 @@ def call(
     is_donated = [leaf.donated for leaf in plan.leaves] if donates else ()
     try:
         if mesh.is_driver:
-            session.raise_failure()  # of what was called before, which it is then told of
+            session.raise_failure()  # an earlier call's, before this one gets its number
         this = mesh.run_state.begin_call(program.name, counted=deal is None)
         key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
         try:
@@ -105,7 +105,7 @@ def call(
         except BaseException:
             mesh.run_state.fail_call(this)
             raise
-    finally:  # a call that fails may have begun to overwrite them
+    finally:  # a call that fails may have begun to overwrite what was donated
         if donates:
             donate(spans, is_donated, program.name)
     calls.add(signature, known)
@@ -113,17 +113,17 @@ def call(
 
 
 class Calls:
-    """The calls of one function on one mesh, by signature: what the first of each settles.
+    """The calls of one function on one mesh, by signature, each with what the first such call has settled.
 
     Attributes:
-        lengths: of the spans of the last one's arguments.
+        lengths: of the spans in the last call's arguments.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple, DriverCall | LaunchedCall] = {}
         self.lengths: list[int] = []
-        self._structure: trees.Structure | None = None  # of arguments that came twice in a row
-        self._treedef: Any = None  # of the last ones that were not of it
+        self._structure: trees.Structure | None = None  # of arguments alike twice in a row
+        self._treedef: Any = None  # of the last arguments that did not match `_structure`
 
     def flatten(self, tree: Any) -> tuple[list[Any], Any]:
         """The leaves and the structure of arguments."""
@@ -146,9 +146,9 @@ class Calls:
 def _signature(
     leaves: list[Any], spans: Sequence[Span], treedef: Any, settings: Ambient | None
 ) -> tuple[tuple, Deal | None]:
-    """What must be the same for a later call to be like this one, and how a `Loader` dealt the batch in it.
+    """The signature of a call, and how a `Loader` dealt the batch in it.
 
-    NumPy arrays become tensors.
+    NumPy arrays among the leaves are replaced by tensors.
     """
     deal: Deal | None = None
     parts: list[Any] = [treedef, settings]
@@ -172,7 +172,7 @@ def _signature(
 
 
 def _cuts(leaves: list[Any], plan: InputPlan) -> list[int]:
-    """The Arrays that are whole and are cut as they are passed."""
+    """Indices of the whole Arrays that are cut when they are passed."""
     return [
         index
         for index, (leaf, wanted) in enumerate(zip(leaves, plan.leaves, strict=True))
@@ -181,20 +181,20 @@ def _cuts(leaves: list[Any], plan: InputPlan) -> list[int]:
 
 
 def _were_resized(arrays: list[Array]) -> bool:
-    """Whether some Arrays, once they are there, have other shapes than the last such ones had."""
+    """Wait for some Arrays; whether their shapes turned out other than their hints said."""
     hints = [array.hint() for array in arrays]
     return any(array.shape != hint.shape for array, hint in zip(arrays, hints, strict=True))
 
 
 def _telling(leaf: Any) -> Any:
-    """What of a value that is no tensor may tell a result's shape or cut; numbers with a point change too often."""
+    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
     if type(leaf) is slice:
         return _telling(leaf.start), _telling(leaf.stop), _telling(leaf.step)
     return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 def _moves(leaves: list[Any], wanted: Request) -> list[tuple[int, Any]]:
-    """The Arrays that must be cut anew before a call, and how."""
+    """The indices of the Arrays that must get another spec before a call, with that spec."""
     return [
         (index, wanted.specs[index])
         for index, (before, after) in enumerate(zip(leaves, wanted.leaves, strict=True))

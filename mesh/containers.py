@@ -1,8 +1,8 @@
-"""Containers that trees learn of when they first meet one: mappings, dataclasses, and what torch's own trees know.
+"""Containers that are registered as tree nodes when first met: mappings, dataclasses, and those that torch knows.
 
-A tokenizer's batch is a `UserDict`, a model's output a class registered with torch, a user's batch a dataclass. Taken
-for leaves they would be neither split nor gathered. Invariant: a class is a node only if an object of it can be made
-anew from its parts, and holds tensors; whatever is none of these (options, say) stays a leaf.
+A tokenizer's batch is a `UserDict`, a model's output a class registered with torch, a user's batch a dataclass. As
+leaves they would be neither split nor gathered. Invariant: a class becomes a node only if the object met can be rebuilt
+from its parts, and holds tensors; any other object (options, say) stays a leaf.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 from ..kernels.torch_private import tree_node_of
 
-# Types that are looked at once: what is no container, and what optree knows by itself.
+# Types that need no look: what is no container, and what optree knows by itself.
 leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), object}
-adopted: set[type] = set()  # since
+adopted: set[type] = set()  # the classes registered here
 
 
 def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     """Register the classes among these leaves that are containers; whether there were any.
 
-    All whose types are `leaf_types` need no such look.
+    If all types are in `leaf_types`, there is no need to call this.
 
     Args:
         found: leaves of a tree.
         namespace: optree's, where they become nodes.
-        is_leaf: what is a leaf all the same.
+        is_leaf: says what is a leaf even if its class is a container.
     """
     new = set(map(type, found)) - leaf_types
     any_adopted = False
@@ -51,25 +51,25 @@ def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] |
 
 
 def register(cls: type, flatten: Callable, unflatten: Callable, *, namespace: str) -> None:
-    """Make a class a node, here or in a process that a structure with it has come to."""
+    """Make a class a node: in this process, or in one that has received a structure with this class."""
     if optree.register_pytree_node.get(cls, namespace=namespace) is None:
         optree.register_pytree_node(cls, flatten, unflatten, namespace=namespace)
     adopted.add(cls)
 
 
 def _may_be_container(cls: type) -> bool:
-    """Whether one object of a class may be a container though another is none (it has attributes of its own)."""
+    """Whether an object of a class may be a container though another is none (one with extra attributes, say)."""
     return dataclasses.is_dataclass(cls) or issubclass(cls, collections.abc.Mapping)
 
 
 def _way(obj: Any) -> tuple[Callable, Callable] | None:
-    """How to take such objects apart and make them anew; None for what is no container."""
+    """How to take objects of this class apart and rebuild them; None if this is no container."""
     cls = type(obj)
     if cls.__module__.partition(".")[0] == "spmd" or isinstance(obj, torch.Tensor | torch.nn.Module):
         return None
     way: tuple[Callable, Callable]
     by_torch = tree_node_of(cls)
-    if by_torch is not None:  # its functions go along: torch may know none of the class in another process
+    if by_torch is not None:  # its functions are sent along: torch may not know the class in another process
         way = functools.partial(_by_torch, by_torch[0]), functools.partial(_made_by_torch, by_torch[1])
     elif issubclass(cls, collections.abc.Mapping):
         way = _items, functools.partial(_mapping, cls)

@@ -1,8 +1,8 @@
-"""Donated memory: which values a step may overwrite, and what becomes of a tensor whose memory was taken.
+"""Donated memory: which values a step may overwrite, and what happens to a tensor after its memory was reused.
 
-A caller donates arguments (`spmd(donate=...)`); the optimizer then takes the memory of parameters and state for what
-comes after them. Invariant: a value's memory is taken only if nothing else shows it. A value that came out of a
-donating call sharing memory with no other is its memory's owner, until it is handed out or some result shares its
+A caller donates arguments (`spmd(donate=...)`); the optimizer then writes new parameters and state into the memory of
+the old ones. Invariant: a value's memory is taken only if no other tensor shares it. A value that a donating call
+returned, and that shares memory with no other, owns its memory until it is handed out or another result shares its
 storage.
 """
 
@@ -20,7 +20,7 @@ from ..kernels.flat import storages
 
 
 class DonatedTensor(torch.Tensor):
-    """What a tensor becomes when its memory is taken: nobody may read it any more."""
+    """What a tensor becomes after its memory was taken: using it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -33,13 +33,13 @@ class DonatedTensor(torch.Tensor):
 
 
 def mark_donated(tensor: torch.Tensor, *, owned: bool = True) -> torch.Tensor:
-    """Note that a tensor is donated: a step may take its memory, if it owns that on this rank."""
+    """Note that a tensor is donated: a step may take its memory, if the tensor owns that on this rank."""
     tensor._spmd_donated = owned  # type: ignore[attr-defined]
     return tensor
 
 
 def is_donated(tensor: Any) -> bool:
-    """Whether the caller has given it up, which is the same on all ranks; owning the memory may not be."""
+    """Whether the caller donated it. That is the same on all ranks, while owning the memory may not be."""
     return hasattr(tensor, "_spmd_donated")
 
 
@@ -49,7 +49,7 @@ def may_take(tensor: Any) -> bool:
 
 
 def spare_repeated(tensors: Sequence[torch.Tensor]) -> None:
-    """Have what comes more than once, as tied parameters do, not be taken: it would be stepped in place each time."""
+    """Don't take tensors that come more than once, as tied parameters do: each time would be one more step in place."""
     if len(set(map(id, tensors))) == len(tensors):
         return
     for tensor, times in collections.Counter(tensors).items():
@@ -61,13 +61,13 @@ _taken = threading.local()  # what was taken on this thread, until it is closed
 
 
 def take(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that may be written to."""
+    """A new tensor with the same memory, which may be written to."""
     note_taken([tensor])
     return tensor.detach()
 
 
 def note_taken(tensors: Sequence[torch.Tensor]) -> None:
-    """The memory of these was taken, all at once."""
+    """Note that the memory of these tensors was taken."""
     vars(_taken).setdefault("tensors", []).extend(tensors)
 
 
@@ -88,27 +88,27 @@ opt.step, or leave its argument out of donate=
 
 
 def is_owner(tensor: Any) -> bool:
-    """Whether nothing but this value shows its memory."""
+    """Whether no other tensor shares its memory."""
     return isinstance(tensor, torch.Tensor) and getattr(tensor, "_spmd_owner", False)
 
 
 def disown(tensor: torch.Tensor) -> torch.Tensor:
-    """Note that the memory is seen elsewhere from now on."""
+    """Note that from now on its memory is shared."""
     if is_owner(tensor):
         tensor._spmd_owner = False  # type: ignore[attr-defined]
     return tensor
 
 
 def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], *, donating: bool) -> None:
-    """After a call: find out which values own their memory.
+    """After a call, find out which values own their memory.
 
     Args:
-        values: the tensors that were passed, as they are kept.
-        local: the same as the body got them; some were taken.
+        values: the values that were passed, as they are kept.
+        local: the same values as the body got them; the memory of some was taken.
         results: the results, as they will be kept.
-        donating: whether the call took donations, so that its results are worth owning.
+        donating: whether arguments were donated: only then are results made owners.
     """
-    # By the attribute itself: most values have none, and this is asked of all of them in every call.
+    # Not `is_owner`: this looks at every value in every call, and most don't have the attribute.
     owners = [value for value in values if getattr(value, "_spmd_owner", False)]
     if not owners and not donating:
         return
@@ -138,7 +138,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _apart(stored: list[tuple[Any, int]]) -> list[Any]:
-    """Of (tensor, storage) the tensors that overlap with none of the others, and have no gaps."""
+    """From pairs (tensor, storage), the tensors that have no gaps and overlap with no other."""
     spans = sorted((tensor.data_ptr(), tensor.nbytes, index) for index, (tensor, _) in enumerate(stored))
     dense = [tensor.is_contiguous() for tensor, _ in stored]
     good = [is_dense and tensor.numel() > 0 for (tensor, _), is_dense in zip(stored, dense, strict=True)]
@@ -148,6 +148,6 @@ def _apart(stored: list[tuple[Any, int]]) -> list[Any]:
             good[index] = good[last] = False
         if start + nbytes > end:
             end, last = start + nbytes, index
-    # Of a tensor with gaps it isn't known which elements it shows: it speaks for its whole storage.
+    # A tensor with gaps counts as overlapping with its whole storage.
     loose = {where for (_, where), is_dense in zip(stored, dense, strict=True) if not is_dense}
     return [tensor for index, (tensor, where) in enumerate(stored) if good[index] and where not in loose]

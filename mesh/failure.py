@@ -1,7 +1,7 @@
-"""What went wrong on which rank, and the one exception that the user gets to see for it.
+"""What went wrong on which rank, and the one exception that the user sees for it.
 
-Each rank reports a `Failure`; `combine` picks the cause (a rank that only gave up because another did is no
-cause), groups identical ones, and makes an exception of the original type whose cause prints the remote traceback.
+Each rank reports a `Failure`; `combine` picks the cause (a rank that only gave up because another did is not one),
+groups identical failures, and makes an exception of the original type whose `__cause__` prints the remote traceback.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def capture(error: BaseException, *, ends: str = "") -> Failure:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says of itself, if it can."""
+    """An exception's text, or a note that making it failed."""
     try:
         return str(error)
     except Exception as why:
@@ -70,7 +70,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _pickled(obj: Any) -> bytes | None:
-    """The pickle of something that can be read again, or None."""
+    """The pickle of an object, or None if it can't be pickled or read again."""
     try:
         data = cloudpickle.dumps(obj)
         pickle.loads(data)
@@ -81,7 +81,7 @@ def _pickled(obj: Any) -> bytes | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
-    """An exception that pickle can't make again, for its class takes other arguments than it keeps, say."""
+    """The parts of an exception that pickle can't rebuild: its class may take other arguments than it keeps."""
 
     cls: type[BaseException]
     args: tuple
@@ -140,7 +140,7 @@ def _remote(report: list[str]) -> RemoteTraceback:
 
 
 def original(failure: Failure) -> BaseException:
-    """The exception that was captured, of its own type where it can be made again."""
+    """The exception that was captured, of its own type if it can be rebuilt."""
     error: Any = None
     if failure.pickled is not None:
         try:
@@ -152,7 +152,7 @@ def original(failure: Failure) -> BaseException:
 
 
 def _is_echo(failure: Failure, causes: dict[int, Failure]) -> bool:
-    """Whether a failure is likely to follow from another rank's: a lost connection, a rank that its own error ended."""
+    """Whether a failure probably follows from another rank's: a lost connection, a mismatch with a rank that failed."""
     if failure.type_name == CollectiveMismatch.__qualname__:
         return getattr(original(failure), "rank", None) in causes
     return failure.type_name == PeerLost.__qualname__
@@ -169,8 +169,8 @@ def combine(
     """The exception to raise for one failed region.
 
     Args:
-        failures: by rank, of the ranks that live.
-        lost: how each rank that died did so.
+        failures: by rank, of the ranks that are alive.
+        lost: by rank, how it died.
         mesh: the mesh's description, for the message.
         interrupted: the user's Ctrl-C ended the region.
         remedy: what to do about lost ranks, if there is more to say than that they were replaced.
@@ -197,7 +197,7 @@ def combine(
     if not causes and interrupted:
         return MeshError(message("this call was interrupted, and has no results", where=mesh, remedy="call it again"))
     if not causes:
-        return KeyboardInterrupt()  # of a rank alone, or of all launched ranks
+        return KeyboardInterrupt()  # on one rank alone, or on all launched ranks
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in causes.items():
         # Texts that differ in numbers only (a rank, a size, an address) tell the same story.
@@ -206,7 +206,7 @@ def combine(
     first = causes[groups[order[0]][0]]
     error = original(first)
     who = ranks_text(groups[order[0]])
-    if isinstance(error, SystemExit) and not error.code:  # raised here it would end the program as if all were well
+    if isinstance(error, SystemExit) and not error.code:  # raised here, it would end the program as if all were well
         problem = f"{who} called sys.exit({'' if error.code is None else repr(error.code)}) in a call of the mesh"
         error = RemoteError(message(problem, where=mesh, remedy="return from the function, or raise an error"))
     report = [f"on {who} of {mesh}:\n{first.traceback}"]

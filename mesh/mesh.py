@@ -1,8 +1,7 @@
-"""`Mesh`: named axes over ranks, wherever they come from.
+"""`Mesh`: named axes over ranks, in a driver, a launched script or a driver's rank.
 
-Three ways to be one. In the driver a mesh owns rank processes (`DriverSession`); in a launched script it is this rank's
-place among its peers (`RankSession`); and a mesh captured by a function that was shipped to a driver's rank arrives
-there as that rank's view.
+In the driver, a mesh owns rank processes (`DriverSession`). In a launched script, it is this rank's place among its
+peers (`RankSession`). In a function that was shipped to a driver's rank, a captured mesh arrives as that rank's view.
 """
 
 from __future__ import annotations
@@ -51,26 +50,27 @@ class Mesh:
             name given to `register_backend`.
         device: "cpu", "cuda" (one GPU a rank), or "auto": "cuda" if every rank can have a GPU of its own.
         threads: torch threads of each rank; None shares the host's cores among its ranks, at least 1 each (under
-            `data_parallel(shards=)` None is 1, since the number of threads is seen in the bits).
+            `data_parallel(shards=)` None is 1, since the number of threads may change the bits).
         seed: what the random numbers of all regions are made from.
         timeout: seconds of silence after which a wait ends in an error.
-        on_loss: what becomes of @spmd calls under way when ranks of a driver die, which are replaced: "rerun" runs them
+        on_loss: what happens to @spmd calls under way when ranks of a driver die and are replaced: "rerun" runs them
             again, with the same values and random numbers; "raise" raises `PeerLost`, as `mesh.run` always does.
-        grace: seconds for which a driver's rank that is waited for may do nothing at all (neither get on nor use the
-            processor): then it is killed, its stack shown, and it counts as dead. `math.inf`: for ever.
+        grace: seconds for which a driver's rank may do nothing (make no progress, use no processor time) while it is
+            waited for. Then it is killed, its stack is shown, and it counts as dead. `math.inf`: never.
         hosts: where a driver's ranks run: ["a:2", "b:2"] by ssh, "slurm", "ray", "local:2x2": docs/hosts.md; None: here
-        copies: how many other hosts have each value, too, so that it outlives as many of them: docs/survival.md
+        copies: how many other hosts keep a copy of each value, so that it survives the loss of that many hosts:
+            docs/survival.md
 
     Attributes:
-        axes: name -> size; `size`, `backend`, `device` and `rank` (None in a driver) are as made or chosen, too.
+        axes: name -> size. `size`, `backend` and `device` are as given or chosen; `rank` is None in a driver.
 
     Raises:
-        MeshError: the ranks cannot be had, or do not fit the axes.
+        MeshError: the ranks cannot be started or found, or their number does not fit the axes.
     """
 
-    _driver: DriverSession | None  # one of the two, in a driver this
-    _rank_session: RankSession | None  # and on a rank that
-    hosts: HostList | None  # in a driver of several
+    _driver: DriverSession | None  # set in a driver, else None
+    _rank_session: RankSession | None  # set on a rank, else None
+    hosts: HostList | None  # in a driver that was given hosts=
     threads: int
     pinned_threads: int
 
@@ -123,13 +123,13 @@ class Mesh:
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
-        self.on_loss, self._depth, self.most_ranks = on_loss, 0, layout.size  # the most that there have been
+        self.on_loss, self._depth, self.most_ranks = on_loss, 0, layout.size  # the most so far
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
         self._rank_session = self._driver = self.hosts = None
 
     @classmethod
     def on_rank(cls, session: RankSession, threads: int, pinned: int) -> Mesh:
-        """A driver's mesh as its rank sees it; for the rest of this process there is no other."""
+        """A driver's mesh as its rank sees it; from now on it is the only mesh in this process."""
         global _here
         mesh = cls.__new__(cls)
         mesh._be_view(session, threads, pinned)
@@ -196,14 +196,14 @@ class Mesh:
         return self is other or (self._rank_session is not None and self._rank_session is other._rank_session)
 
     def comm(self, axis: str | tuple[str, ...] | None = None, *, ranks: Sequence[int] | None = None) -> Communicator:
-        """The message-passing interface among the ranks along `axis` (None: all), or among `ranks`, inside a rank.
+        """On a rank, a communicator (messages, collectives) of the ranks along `axis` (None: all), or of `ranks`.
 
         Args:
-            ranks: any ranks of the mesh, this one with them; all of them must make the call, with the same list, whose
-                order is that of the group.
+            ranks: any ranks of the mesh, including this one. All of them must make the call with the same list, and its
+                order is the group's.
 
         Raises:
-            MeshError: called in the driver, which is no rank; or ranks that can't be a group.
+            MeshError: called in the driver, which is no rank; or `ranks` can't be a group.
         """
         session = planned_session() or (None if self._rank_session is None else self.session)
         if session is None:
@@ -234,10 +234,10 @@ class Mesh:
 
     @shows_only_users
     def close(self) -> None:
-        """Stop the ranks and free what they hold; values on the mesh are gone. Raises an error not yet seen."""
+        """Stop the ranks and free what they hold; values on the mesh are lost. Raises an error that nobody has seen."""
         if _default is self:
             _set_default(None)
-        if getattr(self._driver or self._rank_session, "foreign", False):  # in a fork: it goes on in the parent
+        if getattr(self._driver or self._rank_session, "foreign", False):  # in a fork: the parent's goes on
             return
         wait(self.at_close)
         if self._driver is not None:
@@ -246,10 +246,10 @@ class Mesh:
             self._rank_session.close()
         at_close, self.at_close = self.at_close, []
         for future in (one for one in at_close if not getattr(one, "reported", True)):
-            future.result()  # raises what went wrong and nobody has seen
+            future.result()  # raises its error, which nobody has seen
 
     def restart(self) -> None:
-        """Kill the ranks, whatever they do, and start new ones in their place: the mesh is as if it had just been made.
+        """Kill the ranks, whatever they are doing, and start new ones: the mesh is as if it had just been made.
 
         Values on it are lost, and reading one raises MeshError. Works on a closed mesh, too.
 
@@ -265,16 +265,16 @@ class Mesh:
     resize, retire = resizing.resize, resizing.retire
 
     def set_layout(self, layout: Layout, threads: int, hosts: HostList | None) -> None:
-        """Stand for ranks of another layout, with so many threads each, on these hosts, from now on."""
+        """From now on, stand for ranks with this layout and this many threads each, on these hosts."""
         self._layout, self.threads, self.hosts = layout, threads, hosts
         self.most_ranks = max(self.most_ranks, layout.size)
 
     def threads_for(self, layout: Layout) -> int:
-        """A rank's threads on a mesh of that layout in this driver."""
+        """How many threads a rank has if this driver's mesh has that layout."""
         return threads_of(self._threads, layout.size, self.hosts)
 
     def check_driver(self, what: str, remedy: str) -> None:
-        """Refuse what only a driver does."""
+        """Refuse what only a driver can do."""
         if self._driver is None:
             problem = f"mesh.{what} is for the program that started the ranks"
             raise MeshError(message(problem, where=self.describe(), remedy=remedy))
@@ -336,7 +336,7 @@ def resolve(mesh: Mesh | None) -> Mesh:
 
 
 def nearest() -> Mesh | None:
-    """The mesh that a picture is most likely meant for: as in `resolve`, else the newest that is open; none is made."""
+    """The mesh that a drawing most likely means: as in `resolve`, else the newest open one. Never makes a mesh."""
     region, newest = current(), None if _newest is None else _newest()
     for mesh in (region.mesh if region is not None else None, *_entered.meshes[-1:], _default, _here, newest):
         if mesh is not None and not mesh.closed:

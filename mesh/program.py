@@ -1,8 +1,8 @@
 """A program on one rank, compiled for one signature: cut what came whole, run the body, give each result its spec.
 
-`CompiledCall` does the same in a driver's rank and in a launched one. It is made at the first call of a signature,
-and what that settles is only looked up afterwards. Invariant: the body's tensors share memory with the values that were
-passed, which may not be written to, but are objects of their own: nothing set on them lasts.
+`CompiledCall` does the same in a driver's rank and in a launched one. It is made at the first call of a signature, and
+later calls look up what the first has settled. Invariant: the body's tensors share memory with the values that were
+passed, and may not be written to. But they are new objects, so attributes set on them do not last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .strides import frozen_as, is_frozen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What is shipped to the ranks once: a body and how its results are read.
+    """What is shipped to the ranks once: a body, and how its results are cut.
 
     Attributes:
         body: called with the arguments' local parts.
@@ -78,12 +78,12 @@ class InputLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputPlan:
-    """What calls of one program have in common whose arguments are of the same kinds.
+    """What all calls of one program with the same kinds of arguments have in common.
 
     Attributes:
         leaves: of (args, kwargs).
         batch: how their batch was split.
-        ambient: what torch was told around them.
+        ambient: torch's settings around them.
     """
 
     leaves: tuple[InputLeaf, ...]
@@ -109,7 +109,7 @@ class PlannedCall:
 
 
 _MOST_CHOICES = 16
-_Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, that one's axes, is it to be cut, is it donated
+_Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, the spec's axes, must it be cut, is it donated
 
 
 class CompiledCall:
@@ -123,20 +123,20 @@ class CompiledCall:
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
         self._has_values = any(leaf.kind == "value" for leaf in plan.leaves)
-        self._array_specs: list[P] | None = None  # of the arguments on the mesh, as they were last
+        self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
         self._looked_at: set[Any] = set()
-        self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and whole numbers, that came so far
+        self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and integers, seen so far
         self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
 
     def forget(self) -> None:
-        """Tell everything of the next results."""
+        """Describe the next results in full, even if they are like the last."""
         self._results.forget()
 
     def together(self, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """The leaves, from those on the mesh and the others, each in order."""
+        """All leaves in order, merged from those on the mesh and the others."""
         if not others:
             return list(tensors)
         on_mesh, beside = iter(tensors), iter(others)
@@ -149,7 +149,7 @@ class CompiledCall:
             values: the leaves, those on the mesh as this rank's shards.
             specs: of the leaves on the mesh.
             key: what its random numbers are made from.
-            check: what should be the same on several ranks is looked at so far.
+            check: how thoroughly to check what should be the same on several ranks.
         """
         session = self._session
         if specs != self._array_specs:
@@ -159,7 +159,7 @@ class CompiledCall:
         local = self._enter(values)
         entered = versions(tensors := [x for x in local if isinstance(x, torch.Tensor)])
         for tensor, count in zip(tensors, entered, strict=True):
-            tensor._spmd_version = count  # type: ignore[attr-defined]  # as `mark` does, which looks at each by itself
+            tensor._spmd_version = count  # type: ignore[attr-defined]  # what `mark` does, for all at once
         net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
         if first := not self._results.known:
@@ -182,7 +182,7 @@ class CompiledCall:
         finally:
             if state is not None:
                 restore_generators(state)
-        # A donated one whose memory was taken is no plain tensor any more, and may have been written to.
+        # A donated tensor whose memory was taken has become a DonatedTensor; that memory may have been written to.
         if donation.DonatedTensor in map(type, tensors) or versions(tensors) != entered:
             self._check_unwritten(local, tensors, entered)
         if watched is not None:
@@ -202,9 +202,9 @@ class CompiledCall:
         return outcome
 
     def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:
-        """Flags that are others than ever, and where they belong: a body may do what it has not done yet.
+        """Combinations of flags that are new, each with the set to add it to: the body may take another branch.
 
-        Whole numbers may be flags, or count calls: then they soon are too many, which must not keep out the others.
+        Integers have a set of their own: they may be flags, but if they count calls, they soon fill it.
         """
         names = tuple(value for value in values if isinstance(value, bool | str | enum.Enum))
         numbers = tuple(value for value in values if type(value) is int)
@@ -240,7 +240,7 @@ class CompiledCall:
         return found
 
     def _enter(self, values: list[Any]) -> list[Any]:
-        """This rank's part of every leaf, with what is known of it noted on it; a tensor that comes twice stays one."""
+        """This rank's part of every leaf, with its spec noted on it; a tensor that is passed twice stays one tensor."""
         plain = torch.Tensor
         ids = [id(value) for value, leaf in zip(values, self._inputs, strict=True) if leaf is not None]
         times = None if len(set(ids)) == len(ids) else collections.Counter(ids)
@@ -271,7 +271,7 @@ class CompiledCall:
         """This rank's part of a tensor that came whole."""
         session = self._session
         if spec.entries:
-            # Of a value that was not there yet the caller knew the shape that it had the last time.
+            # The caller has checked this with the last call's shape if the value was not there yet.
             uneven = self._plan.batch.axis is not None
             session.layout.check_shape(
                 tuple(value.shape), spec, uneven=uneven, where=f"an argument of {self._program.name}"
@@ -282,13 +282,13 @@ class CompiledCall:
         return value if is_frozen(value) else value.detach()
 
     def _check_unwritten(self, local: list[Any], tensors: list[torch.Tensor], entered: list[int]) -> None:
-        """Refuse a body that has written to its arguments, but for donated ones."""
+        """Refuse a body that has written to its arguments, except donated ones."""
         for tensor, before in zip(tensors, entered, strict=True):
             if type(tensor) is not donation.DonatedTensor and version(tensor) != before:
                 self._refuse_write(next(index for index, leaf in enumerate(local) if leaf is tensor))
 
     def _check_updates(self, region: Region, local: list[Any], result: Any) -> None:
-        """Refuse a body that gives an optimizer something else than it takes, or drops what it made."""
+        """Refuse a body that gives an optimizer parameters for gradients, or drops what the optimizer made."""
         name, results = self._program.name, trees.leaves(result) if region.updates else []
         remedy = "params, opt_state = opt.step(params, grads, opt_state), and return these"
         for update in region.updates or ():
@@ -306,7 +306,7 @@ class CompiledCall:
             raise SpecError(message(problem, where=self._session.where(), remedy=remedy))
 
     def _watched(self, local: list[Any]) -> Watched:
-        """What the body may not write to: seen before it does, at the first call of a signature, or with new flags."""
+        """What the body may not write to; watched at the first call of a signature, and when flags are new."""
         inputs = [
             (leaf, functools.partial(self._refuse_write, index))
             for index, leaf in enumerate(local)
@@ -329,7 +329,7 @@ class CompiledCall:
 
 
 def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:
-    """A net that knows of the arguments along which axes they are cut."""
+    """A net that knows along which axes each argument is cut."""
     net, known = Net(session.layout.axes), []
     for index, value in enumerate(local):
         if isinstance(value, torch.Tensor):

@@ -1,8 +1,9 @@
 """Every message between a driver and its ranks.
 
-A message is a frozen dataclass. What it is travels as its *head*, a pickle of built-in types that any process can
-read; what a program has put in it (functions, arguments, results) is its *content*, a `wire.Packet` whose reading may
-fail, which the other side can then answer. Invariant: ranks take messages in order, and answer every `Task` once.
+A message is a frozen dataclass. Its class and fields travel as its *head*, of built-in types that any process can
+read. What the program has put in it (functions, arguments, results) is its *content*, a `wire.Packet`. Reading the
+content may fail; since the head can be read, the receiver can answer with the error. Invariant: ranks take messages in
+order, and answer every `Task` once.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from .display.bars import BarState
 from .spec import P
 
 Spans = tuple[int, ...]
-"""Values by name: (number of the call that made them, first, behind the last), one after another; `ALL` is "all"."""
+"""Names of values: triples (number of the call that made them, first index, index after the last) in one flat tuple;
+as the last index, `ALL` means all of the call's values."""
 ALL = -1
 
 
 def each_span(spans: Spans) -> Iterator[tuple[int, int, int]]:
-    """Them one by one."""
+    """The triples, one by one."""
     return zip(*[iter(spans)] * 3, strict=True)
 
 
 # -- from the driver, without an answer --------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ship(Message):
-    """Keep the content, an object, under a key; from a rank, without content: it could not read that."""
+    """Keep the content, an object, under a key; sent back by a rank, without content, it says that reading failed."""
 
     key: str
 
@@ -57,7 +59,7 @@ class SetSources(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """All ranks have left the region that failed: go on, in this generation; a new rank keeps these calls' values."""
+    """All ranks have left the failed region: go on in this generation. A replacement rank keeps these calls' values."""
 
     generation: int
     kept: tuple[int, ...] | None = None
@@ -65,12 +67,12 @@ class Renew(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyTo(Message):
-    """Have copies of the values that are cut at these addresses and ports, one for each host, and nowhere else.
+    """Keep copies of sharded values at these addresses and ports, one for each host, and nowhere else.
 
     Attributes:
         number: counts these messages.
-        needed: the calls whose values may be needed; copies of others are dropped, and of these none is for want of
-            what is copied, since a rank may be about to fetch it.
+        needed: the calls whose values may be needed. Copies of other calls are dropped; those of these calls are kept
+            even if what they copy is gone, since a rank may be about to fetch them.
     """
 
     number: int
@@ -80,8 +82,8 @@ class CopyTo(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Populate(Message):
-    """To a rank that gets ready: have memory at hand, so many bytes for values that are about to come, and for what a
-    step makes of them; `results` are what all ranks make together, in memory of the first."""
+    """To a rank that gets ready for a resize: reserve this many bytes for the values that will come, and for what a
+    step makes of them. `results` are bytes of what all ranks make together, in the first rank's memory."""
 
     values: int
     step: int
@@ -108,7 +110,7 @@ class Task(Message):
 
     Attributes:
         number: of the task, named in the answer.
-        region: the number of the region that it is; 0 for what a rank does alone.
+        region: its number as a region; 0 for what a rank does alone.
         freed, forgotten: as in `Free`.
     """
 
@@ -126,7 +128,7 @@ class CallProgram(Task):
         call: the key of the shipped `InputPlan`.
         out: the number under which to keep the results.
         key: what random numbers are made from.
-        check: how far to look at what should be the same on several ranks, a `replication.values.Check`.
+        check: how thoroughly to check what should be the same on several ranks, a `replication.values.Check`.
         arrays: the arguments that are on the ranks.
         values: the others, in order; None: they are the content.
     """
@@ -141,7 +143,7 @@ class CallProgram(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallFunction(Task):
-    """Call a shipped function (`mesh.run`, `mesh.submit`) with the content's arguments; its result comes back whole."""
+    """Call a shipped function (`mesh.run`, `mesh.submit`) with the content's arguments; the answer is its result."""
 
     function: str
     key: tuple
@@ -149,12 +151,12 @@ class CallFunction(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassThrough(Task):
-    """Enter the region and leave it, so that those ranks that were asked do not wait for this one in vain."""
+    """Enter the region and leave it, so that the ranks that take part in it do not wait for this one in vain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutValues(Task):
-    """Keep this rank's shards of whole tensors; their bytes may be `given` in the arena: block, release, bytes."""
+    """Keep this rank's shards of whole tensors. If their bytes lie in the arena, `given` is (block, release, bytes)."""
 
     out: int
     specs: tuple[P, ...]
@@ -163,7 +165,8 @@ class PutValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FillValues(Task):
-    """Keep what a reader reads for each (arguments, out); `Unchanged` if all is as in `known`, read in `brief` s."""
+    """Keep what a reader reads for each (arguments, out). The answer is `Unchanged` if all batches are described as in
+    the task `known`, and reading took less than `brief` seconds a batch."""
 
     reader: str
     batches: tuple[tuple[tuple, int], ...]
@@ -190,8 +193,8 @@ class StoreValue(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveValues(Task):
-    """Send values to ranks that lack them: of each move who sends, to whom, and what, as (call, index); and what is
-    fetched from copies: by whom, at which address and port, whose these are, and what."""
+    """Bring values, named (call, index), to ranks that lack them. A move is (sender, receiver, values); an entry of
+    `copies` is (receiver, address, port, the rank whose copies they are, values)."""
 
     moves: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
     copies: tuple[tuple[int, str, int, int, tuple[tuple[int, int], ...]], ...]
@@ -199,7 +202,7 @@ class MoveValues(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReloadModules(Task):
-    """Load again what has changed on disk, and these modules if this rank has them; the names of those loaded."""
+    """Reload modules that have changed on disk, and those named; the answer is the names of those reloaded."""
 
     names: tuple[str, ...]
 
@@ -235,7 +238,7 @@ class Logged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warned(Message):
-    """A warning, and where; `kinds` are module and name of its category, and of the classes that this is made from."""
+    """A warning, and where; `kinds` are (module, name) of its category and of the category's base classes."""
 
     text: str
     kinds: tuple[tuple[str, str], ...]
@@ -245,7 +248,7 @@ class Warned(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unchanged(Message):
-    """`CallProgram` or `FillValues` is done; nothing is new of its results but `prints`, what is to be compared."""
+    """`CallProgram` or `FillValues` is done, and its results are described as before; `prints` are to be compared."""
 
     task: int
     prints: bytes
@@ -253,7 +256,7 @@ class Unchanged(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata(Message):
-    """`CallProgram` or `FillValues` is done; what it tells of its results, which `Unchanged` means if `lasting`."""
+    """`CallProgram` or `FillValues` is done; `data` describes its results, and those of `Unchanged` if `lasting`."""
 
     task: int
     data: bytes
@@ -263,8 +266,8 @@ class Metadata(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copying(Message):
-    """Results of these calls are about to be copied to other hosts, told before the calls' answers, or were (`done`);
-    `number` is the last `CopyTo`'s: all that was about to be copied before that one is done, too."""
+    """Results of these calls will be copied to other hosts (sent before the calls' answers), or have been (`done`).
+    `number` is that of the last `CopyTo`: all copies that were pending before it are done, too."""
 
     number: int
     calls: tuple[int, ...]
@@ -287,7 +290,7 @@ class Failed(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skipped(Message):
-    """A task was not begun, for another had failed before it."""
+    """A task was not begun, because another had failed before it."""
 
     task: int
 

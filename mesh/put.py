@@ -1,6 +1,6 @@
-"""Placing values on a mesh: tensors that the program has become Arrays, cut as their specs say.
+"""Placing values on a mesh: the program's tensors become Arrays, cut as their specs say.
 
-The same in the driver and on launched ranks, where each rank keeps its own part of what all have.
+It works alike in the driver and on launched ranks, where all have the whole value, and each keeps its part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def as_tensor(leaf: Any) -> Any:
 
 
 def number_or_tensor(leaf: Any) -> torch.Tensor:
-    """A tensor as it is; a number, or an array, as one on the host, whatever torch's default device."""
+    """A tensor as it is; a number or an array as a tensor on the CPU, whatever torch's default device is."""
     return leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf, device="cpu")
 
 
@@ -85,8 +85,8 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
         The tree with an Array for every leaf.
 
     Raises:
-        SpecError: a spec does not fit the mesh, a dimension is not divisible, or launched ranks, each of which gives
-            the whole value, give different ones.
+        SpecError: a spec does not fit the mesh, a dimension is not divisible, or launched ranks give different values
+            (each has to give the same whole value).
     """
     for one in trees.leaves(spec, is_leaf=is_spec):
         if one is not None and not isinstance(one, P):
@@ -111,13 +111,13 @@ def fetch(tree: Any) -> Any:
         The tree, each Array replaced by its `full()`. On launched ranks a collective call.
 
     Raises:
-        what went wrong in the calls that made the values.
+        the error of a call that failed to make one of the values.
     """
     return trees.map(lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf, tree, is_leaf=is_array)
 
 
 def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
-    """`put` with what was checked; `compared` says that launched ranks may differ in what they give."""
+    """`put` with checked arguments; `compared` makes launched ranks compare what they give."""
     leaves, treedef = trees.flatten(tree, is_leaf=is_array)
     specs = specs_for(spec, tree, "the specs given to put")
     found: list[Any] = [None] * len(leaves)
@@ -175,7 +175,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
 
 
 def _refuse_parts(leaf: torch.Tensor, where: str) -> None:
-    """Refuse in a region, where that is followed, what may be each rank's own: of a whole value each keeps its part."""
+    """In a region, if its types are followed, refuse a value that may differ between ranks: each has another whole."""
     net = active()
     differs = None if net is None else net.uncovered(leaf, frozenset())
     if differs is not None:
@@ -192,7 +192,7 @@ def _refuse_parts(leaf: torch.Tensor, where: str) -> None:
 
 
 def _refuse_differing(mesh: Mesh, given: Given, places: list[str]) -> None:
-    """Refuse what launched ranks do not put alike: each keeps its part of a value of its own."""
+    """Refuse values that differ between launched ranks: each would keep its part of another whole."""
     session = mesh.session
 
     def compare() -> None:

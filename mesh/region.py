@@ -1,7 +1,7 @@
 """A region: one call of a function on every rank, each on its own shards.
 
-What the library calls of its body need to know is in `current()`: which mesh, and the plan of the step.
-Invariant: a thread is in one region at a time, from `inside` on until its block ends.
+Library functions that the body calls find what they need in `current()`: the mesh, and the plan of the step.
+Invariant: a thread runs the body of one region at a time, for the length of a `with inside(region)` block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Update:
 
 @dataclasses.dataclass(slots=True)
 class Region:
-    """What the running body's library calls see.
+    """What the library functions that the running body calls can see.
 
     Attributes:
         session: the mesh as this rank knows it.
@@ -44,14 +44,14 @@ class Region:
         batch: how the batch that came in was split.
         plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
-        keys: how many keys for others were made from that.
+        keys: how many keys were derived from that.
         alike: the axes along which all ranks were seeded the same.
-        pure: what runs may change nothing: it is an @spmd function.
-        looked_at: what was looked at in calls of this signature, and need not be again (`transforms.first_call`).
-        looks: how many functions there were so far that may be looked at.
+        pure: the body may change nothing: it is an @spmd function.
+        looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
+        looks: how many functions this region has offered for such a check so far.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
-        updates: what optimizers have made, at the first call of a signature (see `is_dropped`); None at later ones.
-        differentiated: what gradients were taken by, at such a call.
+        updates: the steps of optimizers, at the first call of a signature (see `is_dropped`); None at later ones.
+        differentiated: the tensors that gradients were taken with respect to, at such a call.
     """
 
     session: RankSession
@@ -76,7 +76,7 @@ class Region:
 
 
 class _Regions(threading.local):
-    """Those that a thread is in, the innermost last."""
+    """The regions that a thread is in, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
@@ -92,7 +92,7 @@ def current() -> Region | None:
 
 
 def planned_session() -> RankSession | None:
-    """The session of a step that is only checked on this thread, whatever mesh it names."""
+    """The session of a step that this thread checks without running it, whatever mesh it names."""
     region = current()
     return region.session if region is not None and region.session.backend == "planned" else None
 
@@ -113,8 +113,8 @@ def require(what: str) -> Region:
 class inside:
     """Make `region` the current one for the length of a `with` block.
 
-    In it torch runs backward passes on this thread, which knows of the region, and not in one of its own for the GPU:
-    a layer that is computed again (torch.utils.checkpoint) may communicate.
+    In the block, torch runs backward passes on this thread and not on its own thread for the GPU, which would not know
+    the region: a layer that torch.utils.checkpoint computes again may communicate.
     """
 
     def __init__(self, region: Region):
@@ -146,7 +146,7 @@ def seed_others(number: int) -> None:
 
 
 def reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:
-    """Seed torch's generator from a region's key and what tells this stream of random numbers from others."""
+    """Seed torch's generator from a region's key, and from `more`, which sets this stream of numbers apart."""
     region.random, region.alike = (*region.key, *more), alike
     seed_generators(region.random)
 
@@ -172,7 +172,7 @@ def noted_updates() -> list[Update] | None:
 
 
 def note_differentiated(region: Region | None, leaves: Iterable[torch.Tensor]) -> None:
-    """Note what a gradient is taken by, at the first call of a signature."""
+    """Note what a gradient is taken with respect to, at the first call of a signature."""
     if region is not None and region.updates is not None:
         region.differentiated += leaves
 
@@ -185,7 +185,7 @@ def is_swapped(update: Update, differentiated: Sequence[torch.Tensor]) -> bool:
 
 
 def state_is_dropped(update: Update, results: Any) -> bool:
-    """Whether a step returns an optimizer's new parameters, and its state as it was before them."""
+    """Whether a step returns an optimizer's new parameters, but the state that the optimizer was given."""
     leaves = trees.leaves(results, is_leaf=lambda node: node is update.given_state)
     returned = {id(leaf) for leaf in leaves}
     trains = not _memory(leaves).isdisjoint(_memory(update.made))
@@ -196,7 +196,7 @@ def state_is_dropped(update: Update, results: Any) -> bool:
 def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
     """Whether a step returns the parameters that it was called with, its optimizer's new state, and no new parameters.
 
-    A step that skips an update returns the old state as well.
+    A step that skips an update on purpose returns the old state as well.
     """
     returned = {id(leaf) for leaf in results}
     unchanged = returned & {id(leaf) for leaf in update.given} & {id(leaf) for leaf in arguments}
@@ -205,7 +205,7 @@ def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any])
 
 
 def _memory(leaves: Iterable[Any]) -> set[int]:
-    """Where the memory of all tensors begins."""
+    """The addresses of the tensors' storages."""
     return set().union(*(storages(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 

@@ -1,4 +1,4 @@
-"""The arguments of one call: flattened, each leaf with its spec, and checked, before any rank hears of them."""
+"""The arguments of one call: flattened, each leaf given its spec, and checked before anything is sent to a rank."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Request:
         donated: the arguments (positions or names) whose memory the results may take.
 
     Attributes:
-        leaves, treedef: of (args, kwargs); NumPy arrays are tensors by now.
+        leaves, treedef: of (args, kwargs), with NumPy arrays as tensors.
         specs: for each leaf how to cut it; None leaves it as it is.
-        batch: how it is split.
-        donated: for each leaf whether the caller gives its memory up.
+        batch: how the batch is split.
+        donated: for each leaf whether the caller donates it.
 
     Raises:
         SpecError: a spec does not fit.
@@ -57,7 +57,7 @@ class Request:
         self.leaves = [leaf if type(leaf) is Array else as_tensor(leaf) for leaf in leaves]
         for leaf in self.leaves if mesh.is_driver else ():
             if type(leaf) is Array and leaf.donated_to is None:
-                _ = leaf.shape  # waits: until then a hint is what the last such call gave
+                _ = leaf.shape  # waits, since until then its hint is that of the last such call
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
@@ -76,7 +76,7 @@ class Request:
                 self._check(index)
 
     def where(self, index: int) -> str:
-        """Which argument a leaf is or belongs to, for messages."""
+        """Which argument a leaf belongs to, for messages."""
         return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
 
     def _refuse_cut_numbers(self, *, one_for_all: bool) -> None:
@@ -102,7 +102,7 @@ class Request:
                         )
 
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
-        """For each leaf whether it is or belongs to one of these arguments."""
+        """For each leaf whether it belongs to one of these arguments."""
         args, kwargs = self._tree
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_to(here, self.treedef)
@@ -140,7 +140,7 @@ class Request:
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
             if argument.shards is not None:
-                self._check_strided(index, argument.shards, cut)  # what comes whole is dealt on the ranks
+                self._check_strided(index, argument.shards, cut)  # a whole leaf is dealt on the ranks
                 continue
             if cut:
                 self._check_strided(index, None, cut)
@@ -167,7 +167,7 @@ class Request:
             self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
 
     def _check_order(self, axis: str, leaves: Iterable[int]) -> None:
-        """Refuse whole leaves beside those of a `Loader`, which deals samples out one by one: rows would not pair."""
+        """Refuse whole leaves beside leaves of a `Loader`, which deals samples one by one: rows would not match."""
         arrays = [(index, leaf) for index in leaves if type(leaf := self.leaves[index]) is Array]
         cut = [index for index, leaf in arrays if axis in leaf.hint().spec.axes]
         strided = [index for index, leaf in arrays if index in cut and leaf.deal is not None]
@@ -184,7 +184,7 @@ class Request:
         )
 
     def _check_strided(self, index: int, shards: int | None, cut: bool) -> None:
-        """Refuse a leaf of the batch that was dealt otherwise than over `shards` virtual shards."""
+        """Refuse a leaf of the batch that was not dealt over `shards` virtual shards."""
         leaf, spec = self.leaves[index], self.specs[index]
         deal = leaf.deal if isinstance(leaf, Array) else None
         by_loader, given = deal is not None, None if deal is None else deal.shards
@@ -211,7 +211,7 @@ class Request:
                 return
             shape, its_spec = leaf.hint().shape, leaf.hint().spec
             if spec != its_spec:
-                if RAGGED not in shape:  # else `put_on` sees what it is
+                if RAGGED not in shape:  # else `put_on` finds out the true shape
                     self._check_shape(index, shape, spec)
                 if its_spec.entries:
                     self.leaves[index] = put_on(self.mesh, leaf, spec)
@@ -233,7 +233,7 @@ class Request:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))
 
     def plan(self, settings: Ambient | None) -> InputPlan:
-        """What such calls, under these settings of torch, have in common."""
+        """What all calls with such arguments, under these settings of torch, have in common."""
         return InputPlan(
             tuple(
                 InputLeaf("array", spec, donated)
@@ -250,12 +250,12 @@ class Request:
 
 
 class Span(NamedTuple):
-    """Some leaves of a call's arguments, one behind the other: Arrays that follow each other in one source, or another.
+    """Consecutive leaves of a call's arguments: Arrays that are consecutive in one source, too, or one other leaf.
 
     Attributes:
-        source: of the Arrays; None for what is none, leaf by leaf.
-        at: where the first of them is among the leaves.
-        start, stop: their places in the source.
+        source: of the Arrays; None for a leaf that is no Array.
+        at: the first one's index among the leaves.
+        start, stop: their indices in the source.
     """
 
     source: Any
@@ -265,10 +265,10 @@ class Span(NamedTuple):
 
 
 def spans_of(leaves: Sequence[Any], before: Sequence[int] = ()) -> list[Span]:
-    """All leaves in spans.
+    """All leaves, in spans.
 
     Args:
-        before: how long those of a call like it are: Arrays that lie so are compared all at once.
+        before: lengths of the spans of the last such call: spans as long as these are checked all at once.
     """
     found: list[Span] = []
     ids = list(map(id, leaves)) if before else []
@@ -285,7 +285,7 @@ def spans_of(leaves: Sequence[Any], before: Sequence[int] = ()) -> list[Span]:
         stop = start + 1
         if many > 1:
             here = ids[at : at + many]
-            # While all Arrays of a source live, an id stands for one of them.
+            # `source.ids` is empty unless all its Arrays are alive: so equal ids mean the same Arrays.
             if len(here) == many and here == source.ids[start : start + many]:
                 stop = start + many
         after = at + stop - start
@@ -300,7 +300,7 @@ def spans_of(leaves: Sequence[Any], before: Sequence[int] = ()) -> list[Span]:
 
 
 def passable(mesh: Any, leaves: Sequence[Any], spans: Sequence[Span]) -> bool:
-    """Whether the Arrays among some arguments are of a mesh, and none was donated."""
+    """Whether all Arrays among the arguments are on this mesh, and none was donated."""
     return all(
         leaves[span.at].mesh is mesh
         and not (span.source.donated and span.source.donated.keys() & set(range(span.start, span.stop)))
@@ -310,7 +310,7 @@ def passable(mesh: Any, leaves: Sequence[Any], spans: Sequence[Span]) -> bool:
 
 
 def donate(spans: Sequence[Span], is_donated: Sequence[bool], name: str) -> None:
-    """Note that a function has been given the memory of some arguments.
+    """Note that some arguments were donated to a function.
 
     Args:
         is_donated: of each leaf, whether it is one of them.

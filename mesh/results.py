@@ -1,8 +1,8 @@
-"""What a program returned on one rank: checked, cut loose from the region, and told to the other side.
+"""What a program returned on one rank: checked, detached from the region, and described to the driver or the peers.
 
-`Results` knows what a call's results were like the last time: where the next ones are built alike (structure, shapes,
-dtypes, strides), all that follows from these is looked up, and nothing is asked of each leaf by itself. Invariant: what
-is kept has no graph, and nothing that was set on the body's tensors.
+`Results` remembers the results of the last call. When the next ones have the same structure, shapes, dtypes and
+strides, everything derived from these is looked up instead of checked leaf by leaf. Invariant: what is kept has no
+autograd graph, and none of the attributes that were set on the body's tensors.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .strides import is_frozen
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gave on this rank.
+    """What a call returned on this rank.
 
     Attributes:
         treedef, leaves: the results, as they are kept.
-        metas: of each leaf.
-        tensors, specs: those of the leaves that are tensors, and theirs.
-        unchanged: structure, kinds and values that are no tensors are those of the call before.
-        prints: what is to be compared of the tensors (see `replication.values`).
-        known: how the tensors among them lie, if they lie as those of another call did.
+        metas: the description of each leaf.
+        tensors, specs: the leaves that are tensors, and their specs.
+        unchanged: the structure, the leaves' kinds and the non-tensor values are those of the call before.
+        prints: what ranks compare of their tensors (see `replication.values`).
+        known: the memory layout of the tensors, if it is that of an earlier call.
     """
 
     treedef: Any
@@ -66,12 +66,12 @@ class Outcome:
             return agreement.encode(self.treedef, self.metas)
 
 
-_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and what else is the same when it is equal
+_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and other immutable leaves that a `_Kind` may hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Results that were all plain tensors, and numbers.
+    """What is known of results that are all plain tensors and numbers.
 
     Attributes:
         layout: of the tensors.
@@ -88,11 +88,11 @@ class _Kind:
     undeclared: tuple[int, ...]
 
     def passes_on(self, leaves: list[Any], cut: Sequence[Any]) -> bool:
-        """Whether one of the arguments that came with a spec of their own is among the leaves, and keeps it."""
+        """Whether the body returned, without declaring a spec, an argument that has one of its own (and keeps it)."""
         return bool(cut) and not {*map(id, cut)}.isdisjoint([id(leaves[index]) for index in self.undeclared])
 
     def tensors(self, leaves: list[Any]) -> list[Any] | None:
-        """Those among results of this structure, if they lie so and the numbers are the same."""
+        """The tensors among results of this structure; None if their layout or one of the numbers is different."""
         if not self.numbers:
             found = leaves
         elif all(same_value(leaves[index], self.metas[index].value) for index in self.numbers):
@@ -102,7 +102,7 @@ class _Kind:
         return found if self.layout.fits(found) else None
 
     def joined(self, tensors: list[Any]) -> list[Any]:
-        """All leaves again."""
+        """All leaves, from the tensors among them."""
         if not self.numbers:
             return tensors
         rest = iter(tensors)
@@ -115,15 +115,15 @@ class Results:
     def __init__(self, session: RankSession, name: str, out_specs: Any):
         self._session, self._name, self._out_specs = session, name, out_specs
         self._raw: Any = None  # the last results' structure, with its Sharded nodes
-        # That without them, and the spec of each leaf, if one is declared.
+        # The structure without those nodes, and the spec that each leaf declares, if any.
         self._outputs: tuple[Any, list[P | None]] = (None, [])
         self._before: tuple[Any, list[OutputMeta]] | None = None  # of the last call
-        self._kind: _Kind | None = None  # its, once the other side has heard twice that they are alike
-        self._may_repeat = False  # it has heard so once
-        self._scalars: list[int] = []  # which of them are numbers that all ranks should have the same
+        self._kind: _Kind | None = None  # made when two calls in a row gave alike results
+        self._may_repeat = False  # the last results were new: if the next are alike, `_kind` is made
+        self._scalars: list[int] = []  # indices of the numbers that should be equal on all ranks
 
     def forget(self) -> None:
-        """Tell everything of the next results."""
+        """Describe the next results in full, even if they are like the last."""
         self._before = self._kind = None
 
     @property
@@ -132,10 +132,10 @@ class Results:
         return self._raw is not None
 
     def kept(self, result: Any, net: Net | None, check: Check, cut: Sequence[Any] = ()) -> Outcome:
-        """Results as they are kept, and what the other side must know of them.
+        """A call's results as they are kept, with what other processes must know of them.
 
         Args:
-            cut: arguments that came with a spec of their own, which they keep if they are returned as they came.
+            cut: arguments that came with a spec of their own; returned as they are, they keep it.
         """
         session, kind = self._session, self._kind
         if kind is not None and net is None:
@@ -189,7 +189,7 @@ class Results:
     def _described(
         self, treedef: Any, leaves: list[Any], specs: Sequence[P], net: Net | None
     ) -> tuple[list[Any], list[OutputMeta], bool]:
-        """The leaves cut loose, what is to be known of each, and whether that is what was known."""
+        """The leaves detached, the description of each, and whether all of these are as in the last call."""
         before = self._before
         unchanged = net is None and before is not None and before[0] == treedef
         known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
@@ -216,15 +216,15 @@ class Results:
                 if spec.entries:
                     self._check_result(treedef, index, leaf, spec)
                 other_spec = last is not None and last.spec is not None and last.spec != spec
-                value = tensor_print(leaf) if other_spec else None  # it is compared, whichever call this is
+                value = tensor_print(leaf) if other_spec else None  # compared in this call, whichever it is
                 about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, value, varying=varying)
             unchanged = unchanged and about is last
             metas.append(about)
         return leaves, metas, unchanged
 
     def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P | None]]:
-        """The results' structure without the nodes that say how leaves are cut, and what each leaf declares."""
-        # Of the leaves themselves: classes may check what they are made of.
+        """The results' structure without its `Sharded` nodes, and the spec that each leaf declares."""
+        # Rebuilt from the leaves themselves, not from placeholders, since a class may check what it is made of.
         nodes, outer = trees.flatten(trees.unflatten(raw, leaves), is_leaf=is_sharded)
         declared: list[P | None] = []
         for node in nodes:
@@ -257,7 +257,7 @@ class Results:
         )
 
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
-        """Refuse what is no value: code, what has yet to run, and modules, which would come as other objects."""
+        """Refuse what is no value: functions, iterators and coroutines, and modules, which would arrive as copies."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
                 message(

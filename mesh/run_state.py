@@ -1,8 +1,8 @@
-"""How far a program has got on a mesh: what its random numbers are keyed by, what failed, what it goes on from.
+"""How far a program has got on a mesh: what its random numbers are keyed by, what failed, what it resumed from.
 
-It lives as long as the ranks that it is about: a mesh that is restarted begins with a new one. Checkpoints record it.
-Invariants: on launched ranks, which all run the whole script, it is the same on all of them; a call that failed and is
-made again has the number that it had, and so draws what it would have drawn.
+It lives as long as the ranks: a mesh that is restarted begins with a new one. Checkpoints record it.
+Invariants: it is the same on all launched ranks, which all run the whole script; a call that failed and is made again
+gets the same number, and so draws the same random numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ RECENT_CALLS = 16  # more than are ever under way at once
 
 
 class Started(Protocol):
-    """What a call has started, which may fail later."""
+    """What a call has started (a task, say), which may fail later."""
 
-    failure: Any  # None unless it has
+    failure: Any  # None unless it has failed
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Call:
-    """One call of an @spmd function; its number, from 1 on, is what its random numbers are keyed by."""
+    """One call of an @spmd function; its number, from 1 on, is the key of its random numbers."""
 
     name: str
     number: int
@@ -39,8 +39,8 @@ class RunState:
 
     Attributes:
         functions: name of an @spmd function that was called -> whether it is a data_parallel step.
-        settings: name of a data_parallel step -> what it was made with that is seen in the bits, each once.
-        resumed: what was restored, that the run goes on from.
+        settings: name of a data_parallel step -> those of its options that change the bits, each variant once.
+        resumed: the checkpoint that was restored and that the run goes on from.
         saved: the folder of the newest checkpoint that was written or read, as text.
         failed: when somebody last saw a call fail (`time.monotonic`); None once the run has gone on, or was resumed.
     """
@@ -54,13 +54,13 @@ class RunState:
         self._calls = self._runs = self._operations = 0
         self._aside = False
         self._last_called = ""  # the @spmd function called last, or the one that failed
-        self._seen: Started | None = None  # what failed then
+        self._seen: Started | None = None  # what was seen to fail then, if a call had started it
         self._recent: deque[Call] = deque(maxlen=RECENT_CALLS)
-        self._failed_calls: list[Call] = []  # whose numbers are for those that are made again
+        self._failed_calls: list[Call] = []  # their numbers are used when they are made again
 
     @property
     def position(self) -> tuple[int, int]:
-        """How many calls of @spmd functions and of `Mesh.run` there have been; set, the run goes on from there."""
+        """How many calls of @spmd functions and of `Mesh.run` there have been; if set, the run goes on from there."""
         return self._calls, self._runs
 
     @position.setter
@@ -95,7 +95,7 @@ class RunState:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What is called within is no step of the program: the random numbers of its steps do not move."""
+        """Calls made within are no steps of the program: they do not change the steps' random numbers."""
         self._operations += 1
         self._aside = True
         try:
@@ -110,7 +110,7 @@ class RunState:
             self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)
 
     def _fail_recent(self) -> None:
-        """The call whose failure was seen, and those after it that failed with it; nobody asked for those before."""
+        """Note as failed the recent call whose failure was seen, and later ones that failed too; not earlier ones."""
         recent = [(call, call.started) for call in self._recent if call.started is not None]
         first = next((index for index, (_, started) in enumerate(recent) if started is self._seen), 0)
         for call, started in recent[first:]:
@@ -125,7 +125,7 @@ class RunState:
         return self._runs
 
     def note_failure(self, started: Started | None = None) -> None:
-        """Somebody sees that a call, or something else that it `started`, has failed."""
+        """Note that somebody has seen a call fail, or what it `started`."""
         self.failed, self._seen = time.monotonic(), started
 
     def go_on(self) -> None:
@@ -135,9 +135,9 @@ class RunState:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What `Mesh.run` does within draws no random numbers, such as saving: those of other calls do not move.
+        """For calls of `Mesh.run` that draw no random numbers, such as saving: those of other calls do not change.
 
-        Unless a rank is lost in it, its failure is none of the program's steps.
+        If such a call fails, that is no failed step of the program, unless a rank was lost or Ctrl-C was pressed.
         """
         failed, runs = self.failed, self._runs
         try:

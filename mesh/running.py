@@ -1,4 +1,4 @@
-"""What `Mesh` has ranks do beside steps: call a function as it is (`run`, `submit`), and hold an object (`remote`)."""
+"""What ranks can do beside steps: call any function (`Mesh.run`, `Mesh.submit`), and hold an object (`Mesh.remote`)."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from .remote import answers
 from .remote.handle import Remote
 from .remote.node import Node
 
-REPLACED_SECONDS = 10.0  # in which a rank that has died is to be replaced
+REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
 def device_mesh(mesh: MeshView) -> Any:
-    """torch's `DeviceMesh` of the mesh's ranks, with the same names, over process groups of "spmd"; inside a rank."""
+    """On a rank, torch's `DeviceMesh` of the mesh's ranks, with the same axis names, over "spmd" process groups."""
     return torch_compiled.uncompiled(_device_mesh)(mesh)
 
 
 def _device_mesh(mesh: MeshView) -> Any:
-    # By name: torch's process groups stand above this file.
+    # By name, since torch's process groups are in a higher layer than this file.
     return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
 
 
 @shows_only_users
 def reload(self: MeshView, *modules: Any) -> list[str]:
-    """Load modules again that were edited on disk, in the driver and on the ranks; values on the mesh stay.
+    """Reload modules that were edited on disk, in the driver and on the ranks; values on the mesh stay.
 
-    Meant are the program's own modules, not installed packages: those whose file has changed since a function was
-    first sent that could use them, those that import one of these, and the ones that are named. The modules'
-    functions get their new code wherever they are used; names that the main program has imported are bound anew;
-    objects of a class stay objects of the old one.
+    Reloaded are the program's own modules (not installed packages) whose file has changed since a function that could
+    use them was first sent, modules that import one of these, and the ones that are named. The modules' functions get
+    their new code wherever they are used; names that the main program has imported are bound again; existing objects
+    keep their old class.
 
     Args:
-        modules: to load again in any case, modules or names.
+        modules: modules, or their names, to reload in any case.
 
     Returns:
-        The names of the modules that were loaded again.
+        The names of the modules that were reloaded.
 
     Raises:
         MeshError: called on a rank. Whatever a module raises while it is loaded.
@@ -74,10 +74,10 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
 
 @shows_only_users
 def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-    """Call `fn(*args)` on every rank, or on some; collectives work in it.
+    """Call `fn(*args)` on every rank, or on some; `fn` may use collectives.
 
     Returns:
-        The results, of any type, in rank order (of `ranks`, in the order given).
+        The results, of any type, in rank order (or in the order of `ranks`).
 
     Raises:
         what `fn` raises on a rank, as its own type, with that rank's traceback.
@@ -108,7 +108,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 
 @shows_only_users
 def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
-    """Start `fn(*args)` on one rank and return a future of its result; collectives do not work in it."""
+    """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives."""
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = self.layout
     (chosen,) = _checked(self, [rank])
@@ -129,7 +129,7 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
 def _message(
     driver: DriverSession, fn: Callable[..., Any], args: tuple
 ) -> tuple[Callable[..., protocol.CallFunction], Callable[[], wire.Packet]]:
-    """The message that has ranks call a function, but for its key, and the content."""
+    """The message that makes ranks call a function, without its key, and the content."""
     settings, shipped = ambient(), driver.shipped.ship_function(fn)
 
     def content() -> wire.Packet:
@@ -162,7 +162,7 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
 
 
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
-    """Make an object, `cls(*args, **kwargs)`, on a rank: its handle, a `Remote`. Raises what `cls` raises."""
+    """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
     if not callable(cls):
         raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
     rank = checked_rank(rank, self.size)
@@ -189,7 +189,7 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
             return node.caller.make(rank, args, kwargs, label, restore=restore)
         except PeerLost:
             raise
-        except OSError:  # the rank has died, and is about to be replaced
+        except OSError:  # the rank has died, and will be replaced soon
             if time.monotonic() > end or not mesh.is_driver:
                 raise answers.unreachable(rank, label, mesh.describe()) from None
             time.sleep(0.01)

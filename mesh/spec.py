@@ -1,7 +1,7 @@
 """Partition specs: which dimension of a value is cut over which mesh axes.
 
 `P` is pure data and knows no mesh; `Layout` joins it with the sizes of a mesh's axes and computes who holds what.
-Invariant: over a tuple of axes the first name is major, in cutting and in joining alike.
+Invariant: in a tuple of axes the first name is major, both in cutting and in joining.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class P:
         normal: list[str | tuple[str, ...] | None] = []
         for entry in entries:
             if isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry):
-                # One axis in a tuple, or none, means the same as without it; one form makes equal specs equal.
+                # ("data",) means "data", and () means None; keeping one form makes equal specs compare equal.
                 normal.append(None if not entry else entry[0] if len(entry) == 1 else tuple(entry))
             elif entry is None or isinstance(entry, str):
                 normal.append(entry)
@@ -124,7 +124,7 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-_register: Any = optree.register_pytree_node  # whose types know of collections only
+_register: Any = optree.register_pytree_node  # its type stubs accept collections only
 _register(
     Sharded,
     lambda node: ((node.local,), node.spec, ("local",)),
@@ -149,7 +149,7 @@ RAGGED = -1
 
 
 def ragged_shape(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], spec: P) -> tuple[int, ...]:
-    """A global shape with `RAGGED` where shards of these shapes differ, other than by being cut there."""
+    """A global shape, with `RAGGED` in each dimension that is not cut but differs between shards of these shapes."""
     return tuple(
         RAGGED if not spec.dim_axes(dim) and any(its[dim] != shapes[0][dim] for its in shapes) else size
         for dim, size in enumerate(shape)
@@ -162,7 +162,7 @@ def strided_sizes(length: int, shards: int) -> list[int]:
     >>> strided_sizes(10, 4)
     [3, 3, 2, 2]
     """
-    return split_sizes(length, shards)  # dealing out one by one makes as many longer shards, in the same places
+    return split_sizes(length, shards)  # dealing one by one gives the same sizes as cutting into blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Layout:
         return math.prod([self.axes[name] for name in axes])  # a list, which torch.compile traces
 
     def part(self, rank: int, axes: tuple[str, ...]) -> int:
-        """Which of those blocks is `rank`'s."""
+        """The index of `rank`'s block among those."""
         coords, index = self.coords(rank), 0
         for name in axes:
             index = index * self.axes[name] + coords[name]
@@ -273,11 +273,11 @@ class Layout:
         return tensor[self.slices(tuple(tensor.shape), spec, rank)] if spec.entries else tensor
 
     def take(self, tensor: torch.Tensor, spec: P, rank: int) -> torch.Tensor:
-        """`rank`'s shard as a tensor of its own, without history; that of a frozen parameter is one again.
+        """`rank`'s shard as a tensor with its own memory and no autograd history; a frozen parameter stays one.
 
-        Its elements lie in memory in the order of the whole.
+        Its elements lie in memory in the same order as those of the whole tensor.
         """
-        # A copy, so that the whole does not stay in memory for the sake of a part.
+        # A copy, since a view would keep the whole tensor in memory.
         whole = tensor.detach()
         part = self.cut(whole, spec, rank)
         if whole.layout is not torch.strided:
@@ -311,7 +311,7 @@ class Layout:
         return tuple(shape)
 
     def join(self, shards: list[torch.Tensor], spec: P) -> torch.Tensor:
-        """The global tensor, from one shard per rank (those of owners are read); in memory in the order of theirs."""
+        """The global tensor, from one shard per rank (only owners' are read), in the memory order of the shards."""
         shards, first = list(shards), shards[0]
         owners = {self.owner(spec, rank) for rank in range(self.size)}
         for dim in range(len(spec.entries)):

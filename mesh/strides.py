@@ -1,9 +1,9 @@
-"""What a copy of a tensor keeps besides its values: the order in which they lie in memory, and that it is frozen.
+"""What a copy of a tensor keeps besides its values: their order in memory, and whether it is a frozen parameter.
 
-Kernels choose how they add by it: a convolution with weights in channels last may give other bits than with the same
-weights in the usual order. Torch's own `clone` forgets it for a part of a tensor, and so does concatenation.
-Invariant: a copy has neither gaps nor overlaps; of a tensor that has none it has the very strides, of dimensions of
-size 1 and of empty tensors, too.
+The order can change the bits, since kernels choose by it how they add: a convolution may give other bits with weights
+in channels-last order than with the same weights in the usual order. Torch's own `clone` loses the order of a part of
+a tensor, and so does concatenation. Invariant: a copy has neither gaps nor overlaps; if the tensor has none, the copy
+has exactly the same strides, even for dimensions of size 1 and for empty tensors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def order_of(shape: Sizes, strides: Sizes) -> list[int]:
     >>> order_of((2, 3, 4), (1, 8, 2)), order_of((1, 6), (1, 1))
     ([1, 2, 0], [1, 0])
     """
-    # Where two steps are the same one of the sizes is 1 (or 0), and it is the inner one's, or its step would be larger.
+    # If two strides are equal, one of the two sizes is 1 (or 0), and that dimension counts as the inner one.
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] < 2))
 
 
 def dense(shape: Sizes, strides: Sizes) -> tuple[int, ...]:
-    """The strides of a copy without gaps: the same if there are none, the usual ones if elements overlap.
+    """The strides of a copy without gaps: the same if there are no gaps, the usual ones if elements overlap.
 
     >>> dense((2, 3), (1, 2)), dense((2, 3), (1, 4)), dense((2, 3), (1, 0))
     ((1, 2), (1, 2), (3, 1))
@@ -67,12 +67,12 @@ def dense(shape: Sizes, strides: Sizes) -> tuple[int, ...]:
 
 
 def joined(shape: Sizes, part: Sizes, strides: Sizes) -> tuple[int, ...]:
-    """The strides of a whole of `shape`, of which a dense part of the shape `part` has these `strides`."""
+    """The strides of a whole tensor of `shape` whose dense parts have the shape `part` and these `strides`."""
     return tuple(strides) if tuple(shape) == tuple(part) else ordered(shape, order_of(part, strides))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in memory by strides."""
+    """Whether a tensor is strided (not sparse or the like) and not quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -80,12 +80,12 @@ def is_standard(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the strides of a new one."""
     if not tensor.is_contiguous():
         return False
-    # Torch calls a tensor contiguous whatever the strides are of what has no extent.
+    # For torch, strides of dimensions of size 1 or 0 don't matter to whether a tensor is contiguous.
     return min(tensor.shape, default=2) > 1 or tensor.stride() == standard(tensor.shape)
 
 
 def copied(tensor: torch.Tensor, strides: Sizes | None = None) -> torch.Tensor:
-    """A copy in memory of its own, with these strides or those nearest to its own."""
+    """A copy with its own memory and these strides; by default the tensor's own order without gaps."""
     if tensor.layout is not torch.strided:
         return tensor.clone()
     strides = dense(tensor.shape, tensor.stride()) if strides is None else strides
@@ -99,7 +99,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """A tensor's elements in memory order, and its strides, unless they are the usual ones."""
+    """A tensor's elements in memory order, and its strides (None if they are the usual ones)."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if is_standard(tensor):
         return tensor.view(-1), None
@@ -107,11 +107,11 @@ def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | Non
     return flat(tensor if layout == tensor.stride() else copied(tensor, layout)), layout
 
 
-# -- frozen parameters (`nn.Parameter` with `requires_grad=False`) stay what they are wherever a value goes ---------
+# -- frozen parameters (`nn.Parameter` with `requires_grad=False`) stay frozen parameters when they are copied -------
 
 
 def is_frozen(value: Any) -> bool:
-    # Most are plain tensors, and asking whether one is a Parameter takes torch a while.
+    # Most values are plain tensors, and torch's check for Parameters is slow.
     return type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 

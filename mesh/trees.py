@@ -1,4 +1,4 @@
-"""Trees: optree with this library's fixed choices, so that no caller states them twice.
+"""Trees: optree with this library's choices, made once.
 
 Invariant: one namespace, `None` is a leaf, dictionaries keep their insertion order.
 """
@@ -22,14 +22,14 @@ from .pickling.functions import travels_by_name
 NAMESPACE = "spmd"
 _PLAIN_KEYS = (str, int, float, bytes, type(None))
 _SHOWN = 100  # characters of a tree's keys
-# optree sorts dictionary keys unless told otherwise; the choice holds for as long as this object is alive.
+# optree sorts dictionary keys by default; this object keeps insertion order for as long as it lives.
 _insertion_order = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _insertion_order.__enter__()
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    # Most are of types that are known to be leaves, which is seen here: trees are flattened many times a step.
+    # Usually all types are known leaves, which this check finds out fast: a step flattens trees many times.
     while not containers.leaf_types.issuperset(builtins.map(type, leaves)) and containers.adopt(
         leaves, NAMESPACE, is_leaf
     ):
@@ -38,7 +38,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 class Structure:
-    """The structure of a tree that was flattened: the leaves of trees built like it are found in a tenth of the time.
+    """The structure of a tree: it finds the leaves of trees with this structure ten times as fast as `flatten`.
 
     >>> like = Structure.of({"w": (1, 2.0)})
     >>> like.leaves({"w": (3, 4.0)}), like.leaves({"v": (3, 4.0)}), like.leaves({"w": [3, 4.0]})
@@ -52,7 +52,7 @@ class Structure:
 
     @staticmethod
     def of(tree: Any) -> Structure | None:
-        """That of a tree; None if it has nodes of kinds that are rare."""
+        """The structure of a tree; None if it has nodes of rare kinds."""
         found, treedef = flatten(tree)
         leaf_types = frozenset(map(type, found))
         if not leaf_types <= containers.leaf_types:
@@ -63,7 +63,7 @@ class Structure:
             return None
 
     def leaves(self, tree: Any) -> list[Any] | None:
-        """Its leaves, if it is of this structure, and they are of the same types."""
+        """The leaves of a tree; None if it has another structure, or its leaves have other types."""
         found: list[Any] = []
         if self._root is None:
             found.append(tree)
@@ -82,10 +82,10 @@ class _Node:
 
     Attributes:
         kind: its class.
-        keys: of a dictionary, in order; else how many parts it has.
-        parts: what is below, None for a leaf; empty if all of it are leaves.
-        flatten: takes apart a node of a class that was registered, into these parts and what else it is.
-        data: that.
+        keys: of a dictionary, in order; of another node, how many parts it has.
+        parts: the nodes below, with None for a leaf; empty if all parts are leaves.
+        flatten: of a registered class: takes a node apart into its parts and its data.
+        data: the node's data.
     """
 
     kind: type
@@ -95,7 +95,7 @@ class _Node:
     data: Any = None
 
     def take(self, tree: Any, found: list[Any]) -> bool:
-        """Add the leaves of a tree that is built so; whether it is."""
+        """Add the leaves of a tree to `found` if it has this structure; whether it has."""
         parts: Any = tree
         if type(tree) is not self.kind:
             return False
@@ -158,7 +158,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
 
 
 def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """The place of every leaf as a Python expression behind the tree: `['layer']['w'][0]`; `''` for a bare leaf."""
+    """The place of every leaf, as Python would index the tree: `['layer']['w'][0]`; `''` for a bare leaf."""
     flatten(tree, is_leaf)  # so that all its classes are known
     accessors, _, _ = optree.tree_flatten_with_accessor(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return [accessor.codify("") for accessor in accessors]
@@ -172,7 +172,7 @@ def keys_text(treedef: optree.PyTreeSpec) -> str:
     """
     try:
         return _keys_text(treedef)
-    except TypeError:  # what a node of the user's own says of itself may have no hash
+    except TypeError:  # the data of a user's own node class may not be hashable
         return _keys_text.__wrapped__(treedef)
 
 
@@ -182,13 +182,13 @@ def _keys_text(treedef: optree.PyTreeSpec) -> str:
 
 
 def joined_keys(keys: Sequence[str]) -> str:
-    """The keys of all leaves in one text; of many the first, and a number for all."""
+    """The keys of all leaves in one text; if that is long, its beginning, and a hash of the whole."""
     text = ", ".join(keys)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(keys)} leaves, {word_key(text):x})"
 
 
 def key_text(key: Any) -> str:
-    """A key, equal in every process: what the class of another one prints may be its address."""
+    """A key as text that is equal in every process; for most classes only their name, as a repr may have an address."""
     if isinstance(key, tuple):
         return f"({', '.join(map(key_text, key))})"
     return repr(key) if isinstance(key, _PLAIN_KEYS) else type(key).__qualname__
@@ -219,7 +219,7 @@ def _positions(above: optree.PyTreeSpec, below: optree.PyTreeSpec) -> tuple[int,
     """For each leaf of a structure, which leaf of its prefix covers it."""
     if not above.is_prefix(below):
         raise ValueError(f"{above} is no prefix of {below}")
-    # Not optree.broadcast_prefix: it takes dictionaries in the order of the prefix, whatever that of the tree is.
+    # Not optree.broadcast_prefix, which takes dictionaries in the order of the prefix and not of the tree.
     where = {path: index for index, path in enumerate(above.paths())}
     return tuple(next(where[path[:n]] for n in range(len(path) + 1) if path[:n] in where) for path in below.paths())
 
@@ -240,7 +240,7 @@ class _Star:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A treedef on its way to another process, with the node classes that must be known there before it is read."""
+    """A treedef on its way to another process, with the node classes to register there before it is read."""
 
     nodes: list[tuple[type, Callable, Callable, str]]
     data: bytes

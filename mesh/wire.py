@@ -1,7 +1,7 @@
 """Objects on their way between the driver and its ranks: cloudpickle, with tensors beside the stream.
 
 Tensors travel as raw bytes: a few inline, many in one `memfd` that the receiver maps copy-on-write, so that a value
-sent to all ranks of a host is one copy in memory. What only one side can know (a mesh, a value on it) is replaced
+sent to all ranks of a host is one copy in memory. What exists on one side only (a mesh, a value on it) is replaced
 by a name through `name_of` and `object_of`. Invariant: a tensor referred to twice in one object arrives as one tensor.
 """
 
@@ -34,15 +34,15 @@ from .pickling.objects import reduced
 from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
-LOST = -1  # in the place of a descriptor that has come when this process could open no more files
-_buffer = ThreadBuffer(1 << 18)  # for one read
+LOST = -1  # in place of a descriptor that arrived when this process could open no more files
+_buffer = ThreadBuffer(1 << 18)  # bytes of one read
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for the descriptors that come with them
-# As numbers: those of the enumeration take longer to put together than a message to receive.
+# As ints: combining the enumeration's members takes longer than receiving a message.
 _WAITING, _AT_ONCE = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 _CUT_SHORT = int(socket.MSG_CTRUNC)
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-# What most pickles are made of; asked about often, and never named.
+# What most pickles are made of: checked first, as none of these is ever sent as a name.
 _PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), type, types.FunctionType})
 
 
@@ -81,7 +81,7 @@ class _Pickler(cloudpickle.Pickler):
         self._name_of = name_of
         self._known: dict[int, int] = {}
         self.tensors: list[torch.Tensor | Stacked] = []
-        self.kept: list[Any] = []  # ids stay unique only while the objects live
+        self.kept: list[Any] = []  # alive, since ids are unique only among live objects
 
     def reducer_override(self, obj: Any) -> Any:
         found = reduced(obj)
@@ -118,7 +118,7 @@ def dumps(
     """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself.
 
     Args:
-        allocate: gives memory for so many bytes of tensors, if they are not to travel with the packet.
+        allocate: gives memory for this many bytes of tensors, if these are not to travel with the packet.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, name_of)
@@ -152,7 +152,7 @@ def dumps(
 
 
 def content_hash(packet: Packet) -> str:
-    """Names a packet's content, not its head: equal for equal bytes."""
+    """A hash of a packet's content, without its head."""
     digest = hashlib.blake2b(packet.data, digest_size=16)
     digest.update(packet.inline)
     if packet.fd is not None:
@@ -167,7 +167,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(packet.data))
         self._object_of = object_of
         self._buffer: Any = bytearray(packet.inline)
-        # Of a file all tensors are views of one: torch maps it and closes it, where a mmap would hold a descriptor.
+        # Tensors from a file are views of one tensor: torch maps the file and closes it, while mmap keeps a descriptor.
         self._base: torch.Tensor | None = None
         if memory is not None:
             self._base = torch.frombuffer(memory, dtype=torch.uint8)
@@ -211,13 +211,13 @@ def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None, memory:
     """The object of a packet; `object_of(name)` undoes the sender's `name_of`.
 
     Args:
-        memory: the sender's `allocate`.
+        memory: the memory that the sender's `allocate` gave.
     """
     return _Unpickler(packet, object_of, memory).load()
 
 
 def to_bytes(obj: Any, name_of: Callable[[Any], Any] | None = None) -> bytes:
-    """An object as one string of bytes, for transports that know nothing of packets."""
+    """An object as one bytes object, for transports that know no packets."""
     packet = dumps(obj, name_of)
     tensors = packet.inline if packet.fd is None else os.pread(packet.fd, os.fstat(packet.fd).st_size, 0)
     packet.close()
@@ -258,14 +258,14 @@ class Sender:
         self._waiting: deque[tuple[memoryview, int | None]] = deque()
 
     def send(self, packet: Packet, parts: list[memoryview] | None = None) -> bool:
-        """Take a packet over, which the caller may close then; whether all of it is on its way.
+        """Take over a packet, which the caller may then close; whether all of it is on its way.
 
         Args:
-            parts: its `frame`, from who sends it to several.
+            parts: its `frame`, if the caller has made it to send the packet to several receivers.
         """
         fd = packet.fd
         parts = frame(packet) if parts is None else parts
-        if not self._waiting:  # at once, if it can be: to keep a descriptor takes another
+        if not self._waiting:  # try at once: keeping the packet would need another descriptor
             try:
                 sent = self._sent(parts[0], fd)
                 parts, fd = [parts[0][sent:], *parts[1:]] if sent < len(parts[0]) else parts[1:], None
@@ -305,7 +305,7 @@ class Sender:
 
 
 class Receiver:
-    """Puts packets together from what arrives; never blocks on half of one."""
+    """Puts packets together from what arrives, and never blocks to wait for the rest of one."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -326,7 +326,7 @@ class Receiver:
                 numbers = array.array("i")
                 numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
                 self._fds.extend(numbers)
-        if found & _CUT_SHORT:  # the one that has come with this read: each packet has one
+        if found & _CUT_SHORT:  # the descriptor that came with this read was dropped; a packet has at most one
             self._fds.append(LOST)
         if not nbytes:
             return None
@@ -343,6 +343,6 @@ class Receiver:
         return packets
 
     def close(self) -> None:
-        """Give back the descriptors of packets that never came whole."""
+        """Close the descriptors of packets that never became complete."""
         while self._fds:
             Packet(b"", fd=self._fds.pop()).close()

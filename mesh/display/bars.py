@@ -1,12 +1,12 @@
-"""Progress bars of ranks, merged: one tqdm bar for the whole mesh, in the form that the driver shows best.
+"""Progress bars of ranks, merged: one tqdm bar for the whole mesh, in the form that suits the driver.
 
-Every rank of an SPMD program draws the same bar, and a reader wants it once, and wants it to tell how far the mesh is:
-as far as its slowest rank. So the ranks report their bars instead of drawing them (`report_bars`), and those that
-are alike become one, drawn by `tqdm.auto`: a widget in a notebook, a line on a terminal.
-Invariant: a bar of a rank is part of exactly one bar that is shown; one that rank 0 has no part in says whose it is. A
-bar that begins long after its like has ended on the others is one of its own.
+Every rank of an SPMD program draws the same bar. A reader wants it once, and wants it to say how far the mesh is, which
+is as far as its slowest rank. So the ranks report their bars instead of drawing them (`report_bars`), and bars that are
+alike become one, drawn by `tqdm.auto`: a widget in a notebook, a line on a terminal.
+Invariant: a rank's bar is part of exactly one bar that is shown; a shown bar that rank 0 has no part in says whose it
+is. A bar that begins long after such a bar has ended on the other ranks is shown as one of its own.
 
-One thread at a time calls in here.
+Only one thread at a time may call these functions.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .output import rank_label
 
 _LOOKS = ("total", "leave", "unit", "unit_scale", "unit_divisor", "initial", "colour", "bar_format")
 
-WINDOW = 0.1  # seconds for which a bar waits for rank 0 to have it, too
+WINDOW = 0.1  # seconds for which a bar waits for rank 0 to begin it, too
 LINGER = 1.0  # seconds for which a bar that has ended waits for ranks that have not begun it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BarState:
-    """What a rank says of one of its bars.
+    """A rank's report of one of its bars.
 
     Attributes:
-        number: counts the bars of a task on its rank, from 1 on; it stays the same while the bar lives.
+        number: counts the bars of a task on its rank, from 1 on; fixed while the bar lives.
         name: the description that it began with.
-        n, desc, postfix: how far it is, and what stands before and after it.
-        options: what tqdm was told of its looks: total, unit, leave, colour and the like.
-        closed: it will not move any more.
+        n, desc, postfix: how far it is, and the text before and after it.
+        options: tqdm's options for its looks: total, unit, leave, colour and the like.
+        closed: whether it has ended.
     """
 
     number: int
@@ -84,10 +84,10 @@ class Bars:
     Args:
         make: makes a bar, as `tqdm` does; None is `tqdm.auto.tqdm`.
         clock: the time in seconds.
-        label: from ranks in ascending order to what is put before a bar that rank 0 has no part in.
+        label: takes ranks in ascending order, and gives the text before a bar that rank 0 has no part in.
 
     Attributes:
-        latest: (task, rank) -> the number of its newest bar, of tasks that are not over; empty if there is no bar.
+        latest: (task, rank) -> the number of its newest bar, for tasks that are not over; empty if there is no bar.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Bars:
         self.latest: dict[tuple[Any, int], int] = {}
 
     def report(self, rank: int, task: Any, state: BarState) -> None:
-        """Take what a rank says of a bar that it made in a task."""
+        """Take a rank's report of a bar that it made in a task."""
         key = (task, state.number, state.name, dict(state.options).get("total"))
         shown = self._shown.get(key)
         if shown is None:
@@ -115,7 +115,7 @@ class Bars:
         self.tick()
 
     def tick(self) -> float | None:
-        """Show bars that rank 0 does not have, close those that have ended; the seconds until more of that is due."""
+        """Show due bars that rank 0 does not have, and close ended ones; gives the seconds until more is due."""
         now, waits = self._clock(), []
         for key, shown in list(self._shown.items()):
             if shown.closed:
@@ -132,7 +132,7 @@ class Bars:
         return min(waits, default=None)
 
     def end(self, task: Any) -> None:
-        """A task is over: its bars stay as they are."""
+        """End a task's bars: they stay as they are."""
         for key in [key for key, shown in self._shown.items() if shown.task is task]:
             self._close(key)
         for rank in task.ranks:
@@ -140,7 +140,7 @@ class Bars:
 
     @contextlib.contextmanager
     def aside(self, file: Any) -> Iterator[None]:
-        """Take the bars off a stream for as long as something else is written to it."""
+        """Take the bars off a stream while something else is written to it."""
         if not any(shown.bar is not None for shown in self._shown.values()):
             yield
             return
@@ -153,13 +153,13 @@ class Bars:
         shown.task.context.run(shown.bar.close)
 
     def _draw(self, shown: _Shown) -> None:
-        # In the context of whoever made the call: a notebook's kernel sends a widget's messages to that cell.
+        # In the caller's context, so that a notebook's kernel sends a widget's messages to the cell of the call.
         shown.task.context.run(shown.draw, self._make or _tqdm(), self._label)
 
 
 @functools.cache
 def _tqdm() -> Any:
-    """tqdm's bar for here, with a lock of its own: Ctrl-C may leave the user's bars' lock held."""
+    """tqdm's class of bars for this process, with its own lock, since Ctrl-C may leave the user's bars' lock held."""
     from tqdm.auto import tqdm
 
     kind = type("tqdm", (tqdm,), {"monitor_interval": 0, "__module__": __name__})
@@ -168,17 +168,17 @@ def _tqdm() -> Any:
 
 
 def report_bars(current_task: Callable[[], int], send: Callable[[int, BarState], None]) -> None:
-    """Have this process's tqdm bars reported from now on, but for those that write to a file of the program's own.
+    """From now on, report this process's tqdm bars, except those that write to a file of the program.
 
-    The class itself is changed, so that it does not matter where a program got it from.
+    This changes tqdm's class itself, wherever a program imports it from.
 
     Args:
-        current_task: the number of the task that runs.
+        current_task: gives the number of the running task.
         send: takes the number of the task in which a bar was made, and the bar's state.
     """
     from tqdm import std
 
-    # Of its own for each rank, and without the thread that redraws bars which have come to a halt.
+    # A lock for this rank only, and no thread that redraws bars which have come to a halt.
     std.tqdm.set_lock(threading.RLock())
     std.tqdm.monitor_interval = 0
     numbers: dict[int, Any] = {}
@@ -211,7 +211,7 @@ def report_bars(current_task: Callable[[], int], send: Callable[[int, BarState],
         return tell(self, closed=True)
 
     std.tqdm.display, std.tqdm.clear, std.tqdm.close = display_here, clear_here, close_here
-    # A function from a notebook may name the notebook's form, which can't be drawn here.
+    # A function from a notebook may use the notebook's class, which can't be drawn here.
     form: Any = types.ModuleType("tqdm.notebook")
     form.tqdm = form.tqdm_notebook = std.tqdm
     form.trange = form.tnrange = std.trange

@@ -1,6 +1,6 @@
-"""Pictures of meshes and of values on them: which rank is where, and which rank holds what. Text and HTML.
+"""Drawings of meshes and of values on them, as text and HTML: which rank is where, and which rank holds what.
 
-A picture is a `Grid` of cells; `text` and `html` render it. Nothing here touches a rank or a value.
+A drawing is a `Grid` of cells; `text` and `html` render it. Nothing here touches a rank or a value.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ..spec import RAGGED, Layout, P
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """Cells in rows, with a label for each row and column; `ranks` colours a cell by its first rank."""
+    """Cells in rows, with a label for each row and column. A cell is its text and ranks; the first rank colours it."""
 
     title: str
     columns: list[str]
     rows: list[tuple[str, list[tuple[str, tuple[int, ...]]]]]
 
 
-# Ranks; larger meshes are described in a line.
+# Ranks; a larger mesh is described in one line.
 MOST_DRAWN = 64
-# Samples of one rank in one step; the others are counted.
+# Ids of samples of one rank in one step; of more only the number is given.
 MOST_IDS = 8
 
 
 def mesh_grids(layout: Layout, title: str, hosts: Sequence[str] = ()) -> list[Grid]:
-    """The ranks of a mesh by coordinates: the last axis across, the one before down, one grid for each of the rest.
+    """The ranks of a mesh by coordinates: the last axis across, the one before down, a grid for each place on the rest.
 
     Args:
-        hosts: each rank's, where they are on several.
+        hosts: each rank's host, if there are several.
     """
     names, axes = layout.names, layout.axes
     across = names[-1]
@@ -58,7 +58,7 @@ def mesh_grids(layout: Layout, title: str, hosts: Sequence[str] = ()) -> list[Gr
 
 
 def array_grid(layout: Layout, spec: P, shape: tuple[int, ...], title: str) -> Grid:
-    """Which ranks hold which part of a value; the first two dimensions are drawn, others are named in the title."""
+    """Which ranks hold which part of a value; the first two dimensions are drawn, cuts of others are in the title."""
     cuts = [layout.parts(spec.dim_axes(dim)) for dim in range(len(shape))]
     tall = cuts[0] if shape else 1
     wide = cuts[1] if len(shape) > 1 else 1
@@ -78,12 +78,12 @@ def array_grid(layout: Layout, spec: P, shape: tuple[int, ...], title: str) -> G
 
 
 def batch_grid(layout: Layout | None, steps: int, shard: Callable[[int, int, int], list[int]], title: str) -> Grid:
-    """Which ranks take which samples of some minibatches; the minibatches as they are if there is no mesh.
+    """Which ranks take which samples of some minibatches; just the minibatches if there is no mesh.
 
     Args:
-        layout: the axes; the axis that batches are cut along is "data", or the first.
+        layout: the mesh's axes, or None; batches are cut along its batch axis.
         steps: how many minibatches are drawn, from step 0 on.
-        shard: `shard(step, part, parts)`, the ids of one part.
+        shard: `shard(step, part, parts)` gives the sample ids of one part.
     """
     if layout is None:
         return Grid(title, [""], [(f"step {step}", [(_ids(shard(step, 0, 1)), ())]) for step in range(steps)])
@@ -111,7 +111,7 @@ def _spans(layout: Layout, spec: P, shape: tuple[int, ...], dim: int) -> list[st
 
 
 def text(grid: Grid) -> str:
-    """A grid in characters.
+    """A grid as text.
 
     >>> print(text(mesh_grids(Layout((("data", 2), ("model", 2))), "Mesh")[0]))
     Mesh
@@ -162,7 +162,7 @@ _CELL = "border:1px solid #fff;padding:6px 12px;text-align:center;color:#111;"
 
 
 def _colour(ranks: tuple[int, ...], size: int) -> str:
-    """Light hues round the circle; a cell that several ranks hold is paler."""
+    """A light colour with a hue for each rank; cells that several ranks hold are paler."""
     if not ranks:
         return "#eeeeee"
     red, green, blue = colorsys.hls_to_rgb(ranks[0] / max(1, size), 0.78 if len(ranks) == 1 else 0.88, 0.65)

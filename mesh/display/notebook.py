@@ -1,6 +1,6 @@
-"""What a notebook is told in its own words: cells instead of temporary files, pictures instead of text.
+"""Errors in a notebook's own terms: cells instead of temporary files, and tracebacks without this library's frames.
 
-Nothing here imports IPython: where it runs it has been imported already.
+Nothing here imports IPython: in a notebook it has been imported already.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def shell() -> Any:
 
 
 def name_cells(text: str) -> str:
-    """A traceback's text with cells named as IPython does it: `Cell In[3], line 2`, not a file that there is not."""
+    """A traceback's text with cells named as IPython does it: `Cell In[3], line 2` instead of a temporary file."""
     compiler = getattr(shell(), "compile", None)
     if compiler is None:
         return text
@@ -38,7 +38,7 @@ def name_cells(text: str) -> str:
 
 
 def shorten(error: BaseException) -> BaseException:
-    """An exception whose traceback, too, is shown without this library's frames, unless SPMD_TRACEBACK=full."""
+    """Make an exception's traceback show without this library's frames, in IPython too, unless SPMD_TRACEBACK=full."""
     error = hide_our_frames(error)
     if shell() is not None and os.environ.get("SPMD_TRACEBACK") != "full":
         error._render_traceback_ = _lines_of_last_error  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def shorten(error: BaseException) -> BaseException:
 
 
 def _lines_of_last_error() -> list[str]:
-    """What IPython shows of an exception that says how: it asks for this once it has stored the exception in `sys`."""
+    """The lines that IPython shows for an exception: it calls this once it has stored the exception in `sys`."""
     error: Any = sys.last_value  # not a captured one, which would keep itself and its frames alive
     formatter = shell().InteractiveTB
     return formatter.structured_traceback(type(error), error, _users(error.__traceback__), formatter.tb_offset)

@@ -1,14 +1,14 @@
 """What ranks print, merged into the driver's streams.
 
-Every rank of an SPMD program prints the same lines, and a reader wants each of them once, as soon as it is printed, and
-still wants to see the one line that differs. So rank 0 passes through at once and untouched; a line of another rank is
-held for a short window and is swallowed if rank 0 prints it too, else shown with the ranks that printed it.
+Every rank of an SPMD program prints the same lines. A reader wants each of them once, as soon as it is printed, but
+also wants to see the one line that differs. So rank 0's output passes through at once and untouched; a line of another
+rank is held for a short window, and is swallowed if rank 0 prints it too, else shown with the ranks that printed it.
 
-Invariant: within a region and a stream, the k-th occurrence of a line on a rank is shown with that rank in its label,
-or rank 0 has printed its own k-th occurrence of the same bytes. Nothing else is dropped, but for a progress line (ended
-by a carriage return) that its rank replaced by a newer one while it was held. A rank's lines keep their order.
+Invariant: within a region and a stream, the k-th occurrence of a line on a rank is either shown with that rank in its
+label, or rank 0 has printed its own k-th occurrence of the same bytes. Nothing else is dropped, except a progress line
+(ended by a carriage return) that its rank replaced by a newer one while it was held. A rank's lines keep their order.
 
-Pure logic: no threads, no descriptors; whoever receives the bytes calls in, and the clock is an argument.
+Pure logic: no threads, no descriptors; the caller passes in the bytes, and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..failure import rank_runs
 from ..spec import Layout
 
-# For so many windows others' lines wait for rank 0 to end a line that it has begun; then they break it.
+# If rank 0 has begun a line, other ranks' lines wait this many windows for its end; then they break it.
 PATIENCE = 10
 
 
@@ -37,7 +37,7 @@ def rank_label(ranks: Sequence[int]) -> str:
 
 
 def coordinates_label(layout: Layout) -> Callable[[Sequence[int]], str]:
-    """Labels that say where on the mesh a single rank is, where its number alone does not.
+    """Labels that give a single rank's coordinates, if the mesh has several axes.
 
     >>> label = coordinates_label(Layout((("data", 2), ("model", 2))))
     >>> label([3]), label([1, 2, 3])
@@ -55,7 +55,7 @@ def coordinates_label(layout: Layout) -> Callable[[Sequence[int]], str]:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Held:
-    """A line of one rank that waits to be shown; `gone` once it was shown, swallowed or replaced."""
+    """A held line of one rank; `gone` once it was shown, swallowed or replaced."""
 
     rank: int
     occurrence: tuple[bytes, int]
@@ -65,11 +65,11 @@ class _Held:
 
 
 class _Splitter:
-    """Cuts one rank's bytes into lines, ended by a newline or a carriage return; the two together are one end."""
+    """Cuts one rank's bytes into lines, ended by a newline, a carriage return, or a carriage return and newline."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._returned = False  # the last line was ended by a carriage return, the last byte so far
+        self._returned = False  # the last byte so far was a carriage return that ended a line
 
     def completes_return(self, data: bytes) -> bool:
         """Whether `data` begins with the newline that belongs to a carriage return before it."""
@@ -81,7 +81,7 @@ class _Splitter:
         self._returned = False
         for text, end in zip(parts[:-1:2], parts[1::2], strict=True):
             line, self._rest = self._rest + text, b""
-            # Bars often begin with the carriage return: what it ends is then no line at all.
+            # Bars often begin with a carriage return, which then ends no line.
             self._returned = end == b"\r" and line != b""
             if line or end != b"\r":
                 yield line, end == b"\r"
@@ -90,13 +90,13 @@ class _Splitter:
             self._rest += parts[-1]
 
     def finish(self) -> bytes:
-        """The line that no end followed, taken as if one had."""
+        """The unfinished last line, as if it had ended."""
         line, self._rest, self._returned = self._rest, b"", False
         return line
 
 
 class _Stream:
-    """One of the driver's streams: the lines held for it, and the line that stands open on it."""
+    """One of the driver's streams: the lines held for it, and the unfinished line on it."""
 
     def __init__(self, write: Callable[[str], None], size: int, window: float, label: Callable[[Sequence[int]], str]):
         self._write, self._size, self._window, self._label = write, size, window, label
@@ -104,8 +104,8 @@ class _Stream:
         self._queues: list[deque[_Held]] = [deque() for _ in range(size)]
         self._waiting: defaultdict[tuple[bytes, int], dict[int, _Held]] = defaultdict(dict)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._open = ""  # rank 0's line without an end, from its last carriage return on
-        self._broken = False  # others' lines were written after it
+        self._open = ""  # rank 0's unfinished line, from its last carriage return on
+        self._broken = False  # other ranks' lines were written after it
         self.begin()
 
     def begin(self) -> None:
@@ -122,7 +122,7 @@ class _Stream:
 
     def flush(self, now: float) -> None:
         self._plain(self._decoder.decode(b"", final=True))
-        # Rank 0 first, so that a line which no rank has ended is collapsed like any other.
+        # Rank 0 first, so that a line that no rank has ended is merged like any other.
         for rank, splitter in enumerate(self._splitters):
             if line := splitter.finish():
                 self._line(rank, line, False, now)
@@ -136,10 +136,10 @@ class _Stream:
         return max(0.0, min(held.due for held in heads) + self._patience() - now)
 
     def _line(self, rank: int, line: bytes, progress: bool, now: float) -> None:
-        """Count a line of `rank`, and swallow or hold it, or those of other ranks that it stands for."""
+        """Count a line of `rank`, and swallow or hold it; a line of rank 0 swallows those of other ranks."""
         queue, due = self._queues[rank], now + self._window
         if progress and queue and queue[-1].progress and not queue[-1].gone:
-            # The due time of the replaced line: a bar that moves faster than the window is shown once in each.
+            # Keep the due time of the replaced line: a bar that moves faster than the window is shown once per window.
             due = queue[-1].due
             self._drop(queue.pop())
         counts = self._counts.setdefault(line, {})
@@ -151,7 +151,7 @@ class _Stream:
         elif counts.get(0, 0) < nth:
             queue.append(_Held(rank, occurrence, due, progress))
             self._waiting[occurrence][rank] = queue[-1]
-        # Only differences between the counts matter: a line that all ranks printed equally often is forgotten.
+        # Only differences between the counts matter: forget a line that all ranks printed equally often.
         if len(counts) == self._size and min(counts.values()) == max(counts.values()):
             del self._counts[line]
 
@@ -173,10 +173,10 @@ class _Stream:
         return heads
 
     def release(self, now: float, *, everything: bool = False) -> None:
-        """Show the lines that are due, each with all the ranks that have it next."""
+        """Show the lines that are due, each with all the ranks for which it is the next line."""
         shown = []
         while due := [held for held in self._heads() if everything or held.due + self._patience() <= now]:
-            # A line that another rank has further back waits for the due lines before it: one label instead of two.
+            # If a line is further back on another rank, show the due lines before it first: one label instead of two.
             first = min(due, key=lambda held: (not self._together(held), held.due, held.rank))
             ranks = [held for held in self._waiting[first.occurrence].values() if self._queues[held.rank][0] is held]
             for held in ranks:
@@ -196,21 +196,21 @@ class _Stream:
         return not self._broken and bool(self._open.strip("\r"))
 
     def _patience(self) -> float:
-        """How much longer than a window lines are held: until rank 0 ends its line, if that is soon.
+        """How much longer than a window lines are held, so that rank 0 can end its line.
 
-        A progress bar never ends its line, and draws all of it again next time: it is broken at once.
+        Not for a progress bar, which never ends its line and draws all of it again next time: it is broken at once.
         """
         return PATIENCE * self._window if self._stands_open() and "\r" not in self._open else 0.0
 
     def _plain(self, text: str) -> None:
-        """Pass on what rank 0 printed; a line that was broken off is drawn again where it goes on."""
+        """Pass on what rank 0 printed; when a broken line goes on, its beginning is printed again."""
         if not text:
             return
         written = text
         if self._broken:
             self._broken = False
             if text.startswith(("\n", "\r\n")):
-                written = text.partition("\n")[2]  # the line has got its end already
+                written = text.partition("\n")[2]  # the line was ended already
             elif text[0] != "\r" and not self._open.endswith("\r"):
                 written = self._open + text
         self._open = (self._open + text).rpartition("\n")[2]
@@ -220,7 +220,7 @@ class _Stream:
 
 
 class Collator:
-    """Merges what the ranks print: rank 0 plain and at once, others' own lines with a label, identical ones once.
+    """Merges the ranks' output: rank 0's plain and at once; other ranks' own lines with a label, equal ones once.
 
     >>> collator = Collator(lambda stream, text: print(text, end=""), size=4, clock=lambda: 0.0)
     >>> for rank in (3, 1, 2, 0):
@@ -232,14 +232,14 @@ class Collator:
     [rank 2] odd one out
 
     Args:
-        write: takes a stream's name and text for it; called with whole lines, but for what rank 0 leaves open.
+        write: takes a stream's name and text for it; called with whole lines, except for an unfinished line of rank 0.
         size: the number of ranks.
         clock: the time in seconds.
         window: for how many seconds a line is held to see who else prints it.
-        label: from ranks in ascending order to what is put before their line; `rank_label` if None.
+        label: takes ranks in ascending order, and gives the text before their line; `rank_label` if None.
 
     Attributes:
-        streams: those on which anything was printed.
+        streams: the streams on which anything was printed.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Collator:
         self.streams: dict[str, _Stream] = {}
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Take bytes as they came from `rank`'s end of `stream` ("stdout" or "stderr")."""
+        """Take bytes that `rank` has written to `stream` ("stdout" or "stderr")."""
         if not data:
             return
         if stream not in self.streams:
@@ -265,20 +265,20 @@ class Collator:
         self.streams[stream].feed(rank, data, self._clock())
 
     def tick(self) -> float | None:
-        """Show what is due; return the seconds until more is, or None if nothing is held."""
+        """Show what is due; returns the seconds until more is, or None if nothing is held."""
         now = self._clock()
         for merged in self.streams.values():
             merged.release(now)
         return min((wait for merged in self.streams.values() if (wait := merged.wait(now)) is not None), default=None)
 
     def begin(self) -> None:
-        """Start a region: lines printed from now on are matched with each other only."""
+        """Start a region: lines printed from now on are matched only with each other."""
         self.flush()
         for merged in self.streams.values():
             merged.begin()
 
     def flush(self) -> None:
-        """Show all that is held, unfinished lines too."""
+        """Show everything that is held, including unfinished lines."""
         now = self._clock()
         for merged in self.streams.values():
             merged.flush(now)

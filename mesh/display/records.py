@@ -1,7 +1,7 @@
-"""What ranks log and warn of: sent to the driver (`relay`), and given to its loggers and warning filters (`Records`).
+"""Ranks' log records and warnings: sent to the driver (`relay`), and passed to its loggers and filters (`Records`).
 
-Invariants: the root logger's handler on a rank is ours, so that `logging.basicConfig` there adds no second one; and
-nothing here stops the thread that listens, which calls `Records`.
+Invariants: the root logger on a rank has our handler, so that `logging.basicConfig` there adds no second one; and no
+error in here stops the listening thread, which calls `Records`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def _log(rank: int, msg: protocol.Logged) -> None:
-    """Handle a rank's record as if it had been made here: its attribute `rank` says where it was."""
+    """Handle a rank's record as if it had been made here, with the attribute `rank`."""
     logger = logging.getLogger(msg.fields["name"])
     if not logger.isEnabledFor(msg.fields["levelno"]):
         return
-    label = f"[rank {rank}] " if rank else ""  # as with what ranks print
+    label = f"[rank {rank}] " if rank else ""  # as for what ranks print
     fields = {**msg.fields, "msg": f"{label}{msg.fields['msg']}", "rank": rank, "processName": f"rank {rank}"}
     with contextlib.suppress(Exception):
         logger.handle(logging.makeLogRecord({**fields, "args": None}))
 
 
 class Records:
-    """What one mesh's ranks log and warn of: each warning once, whichever ranks give it."""
+    """Log records and warnings of one mesh's ranks; each warning is shown once, whichever ranks give it."""
 
     def __init__(self) -> None:
         self._shown: dict[Any, Any] = {}  # as a module's `__warningregistry__`
@@ -46,17 +46,17 @@ class Records:
         category = next((kind for kind in map(_class, msg.kinds) if kind is not None), Warning)
         try:
             warnings.warn_explicit(msg.text, category, msg.file, msg.line, registry=self._shown)
-        except Warning:  # a filter makes an error of it: too late, the rank has gone on
+        except Warning:  # a filter turns it into an error: too late for that, since the rank has gone on
             key = (msg.text, category, msg.line, "error")
             if key not in self._shown:
                 self._shown[key] = True
                 sys.stderr.write(warnings.formatwarning(msg.text, category, msg.file, msg.line))
-        except Exception:  # of a program's own way to show them
+        except Exception:  # the program's own function to show warnings has failed
             return
 
 
 def _class(name: tuple[str, str]) -> type[Warning] | None:
-    """A class of warnings, if this process has it."""
+    """The class of a warning, if this process has it."""
     found = getattr(sys.modules.get(name[0], builtins), name[1], None)
     return found if isinstance(found, type) and issubclass(found, Warning) else None
 
@@ -69,7 +69,7 @@ def levels() -> tuple[tuple[str, int], ...]:
 
 
 def relay(session_levels: Iterable[tuple[str, int]], send: Callable[[protocol.Message], None]) -> None:
-    """Have this process's records and warnings sent from now on."""
+    """From now on, send this process's log records and warnings."""
     for name, level in session_levels:
         logging.getLogger(name or None).setLevel(level)
     logging.root.addHandler(_Relay(send))

@@ -1,8 +1,8 @@
-"""The stacks of ranks, on request: also of one that is stuck in C, or holds the interpreter's lock.
+"""The stacks of ranks, on request: even of a rank that is stuck in C, or holds the interpreter's lock.
 
-A rank writes them from a signal handler in C (faulthandler's), into a file without a name that whoever asks reads; so
-that nothing of what the rank does has to come back first. What the kernel says of its threads comes along: for one that
-is stopped that is all there is. Invariant: asking changes nothing of what a rank computes.
+A rank writes them from faulthandler's signal handler in C into a nameless file that whoever asks reads; so nothing that
+the rank is doing has to return first. What the kernel says of its threads is added: for a stopped rank that is all
+there is. Invariant: asking does not change what a rank computes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
 
-SIGNAL = signal.SIGRTMIN + 11  # programs have uses for SIGUSR1 and SIGUSR2
+SIGNAL = signal.SIGRTMIN + 11  # programs use SIGUSR1 and SIGUSR2 themselves
 _ANSWER_SECONDS = 1.0  # for a rank to begin to write its stacks
-_WRITE_SECONDS = 10.0  # for it to end that, however little it gets of the processor
+_WRITE_SECONDS = 10.0  # for it to finish, even if it gets little processor time
 _LOOK_SECONDS = 0.005
-_MOST_THREADS = 8  # of a process that are told one by one
+_MOST_THREADS = 8  # of a process, each shown on a line; of more only the number is given
 
 _stacks_fd: int | None = None
 
 
 def publish(board: Board) -> None:
-    """Have this process, a rank, write its stacks when it is asked to."""
+    """Make this process, a rank, write its stacks when it is asked to."""
     global _stacks_fd
     if _stacks_fd is None:
         _stacks_fd = os.memfd_create("spmd-stacks", os.MFD_CLOEXEC)
@@ -39,7 +39,7 @@ def publish(board: Board) -> None:
 
 
 def stacks_of(board: Board, rank: int) -> str:
-    """What one rank does: how the kernel sees its threads, and Python's stack of each, the innermost call first."""
+    """What a rank is doing: its threads as the kernel sees them, and each one's Python stack, innermost call first."""
     pid, number = board.process(rank)
     if not pid:
         return "it has only begun"
@@ -56,7 +56,7 @@ def stacks_of(board: Board, rank: int) -> str:
 
 
 def _asked(pid: int, number: int) -> str:
-    """What a process writes when it is asked for its stacks; nothing if it does not."""
+    """What a process writes when it is asked for its stacks; empty if it does not answer."""
     if number < 0:
         return ""
     with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def _asked(pid: int, number: int) -> str:
             before, deaf = os.fstat(file).st_size, _deaf_threads(pid)
             os.kill(pid, SIGNAL)
             _wait(lambda: os.fstat(file).st_size > before, _ANSWER_SECONDS)
-            # In its handler a signal is blocked: which thread writes is known by that, and when it is done.
+            # While its handler runs, the signal is blocked in that thread: this tells when it has finished.
             _wait(lambda: _deaf_threads(pid) <= deaf, _WRITE_SECONDS)
             last = os.fstat(file).st_size
             return os.pread(file, last - before, before).decode(errors="replace").strip()
@@ -91,7 +91,7 @@ def _deaf_threads(pid: int) -> set[str]:
 
 
 def _threads(pid: int) -> list[str]:
-    """A line for each thread of a process that does something, or waits in the kernel for something."""
+    """A line for each thread of a process: its state, and where in the kernel it waits."""
     lines = []
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
@@ -106,7 +106,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
-    """What the ranks of this host share, and their numbers in the mesh."""
+    """The board that the ranks of this host share, and their numbers in the mesh."""
     if mesh.is_driver:
         mesh.driver.check_open()
     board: Board | None = mesh.driver.ranks.arena if mesh.is_driver else mesh.session.leases
@@ -114,14 +114,14 @@ def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
 
 
 def stacks(self: Any) -> str:
-    """Where every rank is just now (on a launched one: each of its host), even one that is stuck in C.
+    """Where every rank is just now, even one that is stuck in C; on a launched rank, those of its host.
 
     >>> with Mesh({"data": 1}) as mesh:
     ...     print(mesh.stacks().split(":")[0])
     rank 0
 
     Returns:
-        For each rank its threads as the kernel sees them, and Python's stack of each unless it is stopped.
+        For each rank its threads as the kernel sees them, and each one's Python stack unless the rank is stopped.
     """
     board, members = board_of(self)
     if board is not None:

@@ -1,8 +1,8 @@
-"""What the ranks of a host do just now, as the board of their arena and the kernel tell it: a table.
+"""A table of what the ranks of a host are doing, as the board of their arena and the kernel say.
 
-Nothing is asked of a rank, so that one that computes, waits or is stopped is told of like any other. In a notebook the
-table that was shown last stays live while other cells run. Invariant: looking changes nothing; what is told of several
-ranks is not of one moment.
+The ranks themselves are not asked, so that it works alike if they compute, wait or are stopped. In a notebook the table
+that was shown last stays live while other cells run. Invariant: looking changes nothing; but the rows are not all of
+the same moment.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _shown: weakref.WeakKeyDictionary[Any, threading.Event] = weakref.WeakKeyDiction
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What is known of one rank.
+    """The status of one rank.
 
     Attributes:
         rank, host, pid: its number in the mesh, the host's name, its process there.
-        memory: bytes that are resident, what it shares with other ranks counted for each.
-        doing: what it does now.
+        memory: resident bytes; memory that ranks share counts for each of them.
+        doing: what it is doing now.
         calls: how many calls of all kinds it has done.
     """
 
@@ -49,7 +49,7 @@ class RankStatus:
 
 
 class Status(tuple[RankStatus, ...]):
-    """The ranks' `RankStatus`, by rank; shown as a table, also in a notebook.
+    """The ranks' `RankStatus`, in rank order; shown as a table, also in a notebook.
 
     >>> print(Status([RankStatus(0, "a", 17, 300 << 20, "idle", 4)]))
     rank   host   pid   memory    calls   doing
@@ -81,13 +81,13 @@ def _cells(one: RankStatus) -> tuple[str, ...]:
 
 
 def of_board(board: Board, members: Sequence[int]) -> Status:
-    """The status of a host's ranks, which have these numbers in the mesh."""
+    """The status of a host's ranks; `members` are their numbers in the mesh."""
     host = socket.gethostname()
     return Status(_of_rank(board, position, rank, host) for position, rank in enumerate(members))
 
 
 def _of_mesh(mesh: Any) -> Status:
-    """The status of all ranks of a host, or of this process alone where they share nothing."""
+    """The status of all ranks (on a launched rank, of those of its host, or of itself if they share nothing)."""
     board, members = board_of(mesh)
     if board is not None:
         return of_board(board, members)
@@ -125,9 +125,9 @@ def _memory(status: dict[str, str] | None) -> int:
 
 
 class LiveStatus(Status):
-    """A `Status` that goes on where a notebook shows it."""
+    """A `Status` that a notebook keeps up to date where it is shown."""
 
-    mesh: Any = None  # a reference to it
+    mesh: Any = None  # a weak reference
 
     def _ipython_display_(self) -> None:
         mesh = None if self.mesh is None else self.mesh()
@@ -139,16 +139,16 @@ class LiveStatus(Status):
         if (before := _shown.get(mesh)) is not None:
             before.set()
         ended = _shown[mesh] = threading.Event()
-        # In this cell's context: the kernel sends what the thread shows as this cell's.
+        # In this cell's context, so that the kernel shows the thread's output in this cell.
         run = contextvars.copy_context().run
         threading.Thread(target=run, args=(_follow, self.mesh, handle, ended), name="spmd-status", daemon=True).start()
 
 
 def status(self: Any) -> Status:
-    """What every rank does just now (on a launched one: each of its host): a table, live in a notebook.
+    """What every rank is doing just now, as a table, live in a notebook; on a launched rank, those of its host.
 
     Returns:
-        For each rank a row with `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
+        A row for each rank: `rank`, `host`, `pid`, `memory` in bytes, `calls` done, and what it is `doing`.
     """
     rows = _of_mesh(self)
     if not self.is_driver or notebook.shell() is None:
@@ -159,13 +159,13 @@ def status(self: Any) -> Status:
 
 
 def _follow(reference: Any, handle: Any, ended: threading.Event) -> None:
-    """A thread's main function: until the mesh is closed, gone, or has another live table."""
+    """A thread's main function: updates the table until the mesh is closed, gone, or has another live table."""
     before: Any = None
     while not ended.wait(SECONDS):
         mesh = reference()
         if mesh is None or mesh.closed:
             return
-        with contextlib.suppress(SpmdError):  # a host is lost, and may come again
+        with contextlib.suppress(SpmdError):  # a host is lost, and may come back
             rows = _of_mesh(mesh)
             if rows != before and not ended.is_set():
                 handle.update(_drawn(rows), raw=True)

@@ -1,8 +1,8 @@
-"""SPMD_TRACE: what a driver sends and its ranks do, as events that Perfetto shows; a process of the picture is a rank.
+"""SPMD_TRACE: a file of what a driver sends and its ranks do, for Perfetto, which shows each rank as a process.
 
-The file is an array of the Trace Event Format, an event a line. A rank sends its events with the records that it logs,
-under `LOGGER`, so that they come from any host; whoever else handles that logger gets them as well. Invariant: without
-the variable nothing here is called.
+The file is an array in the Trace Event Format, one event a line. A rank sends its events as log records of `LOGGER`, so
+that they come from any host; other handlers of that logger get them, too. Invariant: without the variable nothing here
+is called.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ..driver.pending import Task
 
 LOGGER = "spmd.trace"
 LEVEL = logging.DEBUG
-_MOST = 100_000  # ranks of a mesh: their numbers in the picture are the mesh's, times that, and theirs
+_MOST = 100_000  # ranks of a mesh: a rank is shown as process (number of the mesh) * _MOST + rank
 
 
 def mesh_id(key: bytes) -> str:
-    """What a mesh's events are known by; the key is its secret."""
+    """The name of a mesh in its events; not its key, which is secret."""
     return hashlib.blake2b(key, digest_size=8, person=b"trace").hexdigest()
 
 
 class Recorder:
-    """On a rank: the events of a task, until it is over."""
+    """On a rank: collects the events of a task until it is over."""
 
     def __init__(self, key: bytes, send: Callable[[dict[str, Any]], None]):
         self._mesh, self._send = mesh_id(key), send
-        self._collectives: list[tuple[float, float, str, str]] = []  # begun, seconds, what, how
+        self._collectives: list[tuple[float, float, str, str]] = []  # begun, seconds, operation, backend
 
     def collective(self, what: str, backend: str, began: float, seconds: float) -> None:
         self._collectives.append((began, seconds, what, backend))
 
     def task(self, number: int, region: int, name: str, began: float) -> None:
-        """A task is over."""
+        """Send the events of a task that is over."""
         events: list[Any] = [(1, name, "call", began, time.time() - began, {"task": number, "region": region})]
-        ends: list[float] = []  # of lanes, in which nothing overlaps
+        ends: list[float] = []  # when each lane is free; within a lane nothing overlaps
         for start, seconds, what, backend in sorted(self._collectives):
             lane = next((lane for lane, end in enumerate(ends) if end <= start), len(ends))
             ends[lane : lane + 1] = [start + seconds]
@@ -56,10 +56,10 @@ class Recorder:
 
 
 class Writer(logging.Handler):
-    """In a driver: the file.
+    """In a driver: writes the file.
 
     Args:
-        path: its name; what was there is written over.
+        path: its name; an existing file is overwritten.
     """
 
     def __init__(self, path: str):
@@ -69,14 +69,14 @@ class Writer(logging.Handler):
             problem, remedy = "SPMD_TRACE names a file that can't be written", "name one that can, or unset it"
             raise MeshError(message(problem, got=str(error), remedy=remedy)) from None
         super().__init__()
-        self._meshes: dict[str, tuple[int, Sequence[str]]] = {}  # its number, and each rank's host
+        self._meshes: dict[str, tuple[int, Sequence[str]]] = {}  # id -> number of the mesh, and each rank's host
         self._numbers = itertools.count(1)
         self._known: set[tuple[int, int]] = set()  # processes and threads that have a name
-        self._calls: dict[tuple[str, int], str | tuple[Any, ...]] = {}  # by task: its name, or what it took
+        self._calls: dict[tuple[str, int], str | tuple[Any, ...]] = {}  # by task: its name, or its times and ranks
         self._declare(0, 0, f"driver, process {self._pid}")
 
     def follow(self, key: bytes, hosts: Sequence[str]) -> Callable[[Task], None]:
-        """Take the events of a mesh, too; what is to be told of each of its calls that is over."""
+        """Take the events of a mesh, too; returns a function to call with each of its tasks that is over."""
         mesh = mesh_id(key)
         with self.lock:  # type: ignore[union-attr]
             self._meshes[mesh] = (next(self._numbers), hosts)
@@ -88,7 +88,7 @@ class Writer(logging.Handler):
         return settled
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A rank's events."""
+        """Write a rank's events."""
         about: Any = record
         number, hosts = self._meshes.get(about.mesh, (0, ()))
         pid = number * _MOST + about.rank
@@ -104,14 +104,14 @@ class Writer(logging.Handler):
         self._call(about.mesh, about.task, about.called)
 
     def _call(self, mesh: str, task: int, found: str | tuple[Any, ...]) -> None:
-        """The driver's own event, once a rank has said what the call is, and it is over: in either order."""
+        """Write the driver's own event of a call, once a rank has sent its name and it is over, in either order."""
         other = self._calls.get((mesh, task))
         if other is None or isinstance(found, str) == isinstance(other, str):
             self._calls[mesh, task] = found
             return
         name, took = (found, other) if isinstance(found, str) else (other, found)
         assert not isinstance(took, str)
-        self._calls[mesh, task] = ""  # other ranks may have more to say of it
+        self._calls[mesh, task] = ""  # other ranks will send its name again
         (sent, answered, ranks), (number, _) = took, self._meshes.get(mesh, (0, ()))
         event = {"name": name, "cat": "call", "id": f"{number}.{task}", "pid": 0, "tid": 0}
         args = {"task": task, "ranks": len(ranks), "mesh": number}
@@ -132,7 +132,7 @@ class Writer(logging.Handler):
             self._file.write(f"{',' if self._known else '['}\n{json.dumps(event)}")
 
     def close(self) -> None:
-        """At the end of the program, which may be killed before it: readers of the format do without the end."""
+        """End the file at the end of the program; if this is killed before, readers of the format do without that."""
         if os.getpid() == self._pid and not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()
@@ -143,7 +143,7 @@ _writers: list[Writer] = []
 
 
 def writer() -> Writer | None:
-    """That of this process, if SPMD_TRACE says where to write."""
+    """This process's writer, if SPMD_TRACE names a file."""
     path = os.environ.get("SPMD_TRACE")
     if not path:
         return None

@@ -1,8 +1,8 @@
-"""What the ranks of a mesh answer, noted with its task, which is settled when all have answered.
+"""The ranks' answers, each noted with its task; a task is settled when all ranks have answered.
 
-Most answers of a repeated call are short, and lie in shared memory: there whoever waits for them finds them, and nobody
-else is woken. The others come over the ranks' sockets, through the thread that listens. Invariant: what a rank has
-printed before it answered is shown before the task is settled.
+Most answers to a repeated call are short, and lie in shared memory: the thread that waits for them finds them there,
+and no other is woken. Longer answers come over the ranks' sockets, through the thread that listens. Invariant: what a
+rank has printed before it answered is shown before the task is settled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .pending import Outcome, Task
 from .ranks import Rank
 from .receiving import Receiving
 
-_SHARED = (type(None), bool, int, float, str, bytes)  # what none can change
+_SHARED = (type(None), bool, int, float, str, bytes)  # immutable
 _KINDS = {protocol.Failed: "failed", protocol.Skipped: "skipped"}
 
 
 class Session(ValuesSession, Protocol):
-    """The driver's session, as far as it is seen from here."""
+    """What is used here of the driver's session."""
 
     receiving: Receiving
     shipped: ShippedObjects
@@ -38,7 +38,7 @@ class Session(ValuesSession, Protocol):
 
 
 class Failing(Protocol):
-    """What is done when a rank fails, as far as it is seen from here."""
+    """What is used here of `Recovery`."""
 
     under_way: bool
     interrupted: bool
@@ -59,7 +59,7 @@ class Answers(Owned):
     # -- over the sockets: called by the thread that listens ---------------------------------------------------------
 
     def take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None:
-        """Do what a message of a rank asks for, or one that answers a task alike for several ranks."""
+        """Handle a message from a rank, or one answer that several ranks share."""
         self._take(ranks, packet)
         session = self._session
         with session.lock:
@@ -77,7 +77,7 @@ class Answers(Owned):
             self._records.take(rank.rank, answer)
             return
         if isinstance(answer, protocol.DebuggerPrompt):
-            session.receiving.show_output()  # what it printed before comes first
+            session.receiving.show_output()  # first, what it printed before
             session.debugging.ask(rank.rank, answer)
             return
         if isinstance(answer, protocol.Copying):
@@ -110,14 +110,14 @@ class Answers(Owned):
                 self._settle_complete(task)
 
     def _values(self, packet: wire.Packet, count: int) -> list[Any]:
-        """What a packet brings, an object for each of so many ranks."""
+        """A packet's content, as an object for each of `count` ranks."""
         value = wire.loads(packet, self._session.values.object_of) if packet.data else None
         if type(value) in _SHARED:
             return [value] * count
         return [value, *(wire.loads(packet, self._session.values.object_of) for _ in range(count - 1))]
 
     def _note(self, task: Task, found: dict[int, Any], answer: Any, kind: str) -> None:
-        """Note the answer of ranks, whose content is a value for each; with the lock."""
+        """Note the answer of ranks, with its content for each; the lock must be held."""
         if isinstance(answer, protocol.Metadata | protocol.Unchanged):
             task.prints.update(dict.fromkeys(found, answer.prints))
         if isinstance(answer, protocol.Metadata):
@@ -144,7 +144,7 @@ class Answers(Owned):
     # -- in shared memory: called by any thread ----------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Note what the ranks have answered there, and settle what they have all answered."""
+        """Note the answers in shared memory, and settle tasks that all ranks have answered."""
         session, arena = self._session, self._session.ranks.arena
         if arena is None or self.foreign or not arena.answers.waiting():
             return
@@ -163,7 +163,7 @@ class Answers(Owned):
                     self._settle_complete(task)
 
     def wait(self, task: Task, seconds: float) -> bool:
-        """Wait until a task is settled; whether it is. A debugger may ask before."""
+        """Wait until a task is settled, but no longer than `seconds`; whether it is."""
         end = time.monotonic() + seconds
         while True:
             self.collect()
@@ -176,7 +176,7 @@ class Answers(Owned):
             arena.bells.sleep(functools.partial(_is_answered, task, arena), left)
 
     def all_settled(self, seconds: float) -> bool:
-        """Wait until there is nothing that some rank has not answered; whether that is so."""
+        """Wait until all ranks have answered all tasks, but no longer than `seconds`; whether they have."""
         end = time.monotonic() + seconds
         while (tasks := list(self._session.pending.tasks.values())) and time.monotonic() < end:
             self.wait(tasks[-1], min(0.01, end - time.monotonic()))
@@ -190,10 +190,10 @@ class Answers(Owned):
         self.settle(task, (lambda: combine(failures, {}, where)) if failures else None)
 
     def settle(self, task: Task, failure: Outcome = None) -> None:
-        """Make the outcome of a task known; with the lock."""
+        """Make the outcome of a task known; the lock must be held."""
         session = self._session
         session.receiving.end_of_task(task)
-        together = self._recovery.under_way  # with all else that fails now
+        together = self._recovery.under_way  # with everything else that fails now
         if failure is None and task.compare is not None and len(set(task.prints.values())) > 1:
             failure, together = task.compare(task), True
         generation = session.ranks.generation if together else None
@@ -201,7 +201,7 @@ class Answers(Owned):
             session.uncopied.hold(task)
         elif task.again is not None:
             for values in task.again.values:
-                if values.read is not None:  # again, by who needs them next
+                if values.read is not None:  # they are read again when they are needed next
                     values.not_read(rank for rank in task.ranks if task.answers.get(rank, ("lost",))[0] != "ok")
         session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
         session.changed.notify_all()

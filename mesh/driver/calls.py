@@ -1,7 +1,7 @@
 """Calls of one signature, as the driver makes them.
 
-The driver sends the call and, once it knows what comes back, does not wait for it. Ranks tell of their results when
-these may have changed in kind; mostly they say that they have not.
+The driver sends the call, and does not wait for it once it knows what kind of results come back. Ranks describe their
+results if these may have changed in kind; mostly they answer that nothing has changed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DriverCall:
     """A program with arguments of one kind on a driver's mesh; call it with the leaves.
 
     Args:
-        shipped: the program, as the ranks know it.
+        shipped: the program, as shipped to the ranks.
         treedef: of (args, kwargs).
-        moves: Arrays that must be cut anew before each call, and how.
+        moves: the indices of Arrays that must get another spec before each call, with that spec.
     """
 
     def __init__(
@@ -48,21 +48,21 @@ class DriverCall:
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
-        self.cuts: list[int] = []  # whole Arrays that are cut as they are passed
+        self.cuts: list[int] = []  # indices of whole Arrays that are cut when they are passed
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
-        self._encoded: list[bytes] = []  # what the ranks told of the results, and what that comes to
+        self._encoded: list[bytes] = []  # the ranks' descriptions of the results, and `_found`, put together from them
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count = 0
-        # A resize changes no types, as long as none of the axes that have a size now had none.
+        # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
         self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
         self._followed = self._axes <= driver.shipped.followed.get(self._planned.key, frozenset())
-        # What a call gave that was waited for, if it was Arrays only: later ones are not waited for.
+        # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
         self._expected: tuple[Any, tuple[Meta, ...]] | None = None
-        self._result_metas: tuple[Any, tuple[Meta, ...], bool] | None = None  # what `_found` comes to, see `_metas_of`
+        self._result_metas: tuple[Any, tuple[Meta, ...], bool] | None = None  # derived from `_found`, see `_metas_of`
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
-        """Whether all Arrays among the arguments can be passed, and the mesh is of the size that it is made for."""
+        """Whether all Arrays among the arguments can be passed, and the mesh still has the layout that this is for."""
         return self._layout is mesh.layout and passable(mesh, leaves, spans)
 
     def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
@@ -70,7 +70,7 @@ class DriverCall:
         self._count += 1
         first = self._found is None and not self._followed
         looked = check_of(check, self._count, self._layout.size, first=first)
-        asked = max(looked, Check.SCALARS)  # numbers come along, whether or not they are compared
+        asked = max(looked, Check.SCALARS)  # numbers come with the answer, whether or not they are compared
         waits = self._expected is None or check == "always"
         names, values = self._named(leaves, spans)
         plain = not values or _PLAIN.issuperset(map(type, values))
@@ -114,7 +114,7 @@ class DriverCall:
         return trees.unflatten(treedef, [result.value if result.meta is None else next(rest) for result in found])
 
     def _metas_of(self, found: list[agreement.Result]) -> tuple[Any, tuple[Meta, ...], bool]:
-        """Results, what is to be known of those among them that are Arrays, and whether all are."""
+        """The results, the `Meta` of each that is an Array, and whether all are."""
         if self._result_metas is None or self._result_metas[0] is not found:
             metas = tuple(result.meta for result in found if result.meta is not None)
             self._result_metas = found, metas, len(metas) == len(found)
@@ -129,7 +129,7 @@ class DriverCall:
         return [describe_path(name) for name in dict.fromkeys(names)]
 
     def _named(self, leaves: list[Any], spans: Sequence[Span]) -> tuple[protocol.Spans, list[Any]]:
-        """The leaves on the mesh by name, and the other leaves."""
+        """The names of the leaves on the mesh, and the other leaves."""
         names: list[int] = []
         others: list[Any] = []
         for span in spans:
@@ -148,7 +148,7 @@ class DriverCall:
         return f"{describe_path(self._treedef.accessors()[index].codify(''))} of {self._name}"
 
     def _lacking(self, spans: Sequence[Span]) -> list[tuple[CallValues, int, str]]:
-        """Those of the arguments that some rank lacks."""
+        """The arguments that some rank lacks."""
         return [
             (span.source, index, self.path_of(span.at + index - span.start))
             for span in spans
@@ -158,7 +158,7 @@ class DriverCall:
         ]
 
     def _finish(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
-        """What the results of a call are, once it is over."""
+        """Wait for a call: its results' structure, and what each is as a whole."""
         try:
             encoded = self._driver.wait(task).values()
             if self._found is None or encoded != self._encoded or len(set(task.prints.values())) > 1:
@@ -180,7 +180,7 @@ class DriverCall:
         )
 
     def _compare(self, looked: Check, task: Task) -> Outcome:
-        """What is wrong with a call that nobody waits for, whose ranks told different things."""
+        """What is wrong with a call that nobody waits for, whose ranks sent different prints."""
         try:
             self._assembled(task, looked)
         except SpecError as error:
@@ -189,7 +189,7 @@ class DriverCall:
         return None
 
     def _as_expected(self, task: Task, treedef: Any, looked: Check) -> Sequence[Meta]:
-        """Shapes, dtypes and specs of the results of a call for which Arrays were made already."""
+        """Shapes, dtypes and specs of a call's results, which must have the structure that Arrays were made for."""
         found, results = self._finish(task, looked)
         _, metas, arrays_only = self._metas_of(results)
         if found != treedef or not arrays_only:

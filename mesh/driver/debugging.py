@@ -1,7 +1,7 @@
-"""Debuggers of ranks that talk through the driver's terminal: a rank asks for a line, who waits for its call reads it.
+"""Ranks' debuggers at the driver's terminal: a rank asks for a line, and the thread that waits for its call reads it.
 
-Only a thread of the program may read: in a notebook, `input()` works in the main thread alone. Invariant: one rank
-talks at a time, until it goes on for longer than a moment.
+Only a thread of the program may read: in a notebook, `input()` works in the main thread alone. Invariant: one rank has
+the terminal at a time, until it runs for longer than a moment without asking.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from .. import protocol
 from .pending import Task
 
-LOOK_SECONDS = 0.05  # between two looks for a question, while a call is waited for
-MOMENT_SECONDS = 0.3  # for the rank that was answered to ask again, before another's turn
+LOOK_SECONDS = 0.05  # how often to look for a question while waiting for a call
+MOMENT_SECONDS = 0.3  # for the rank that was answered to ask again, before it is another's turn
 REMIND_SECONDS = 1.0
 
 
@@ -32,11 +32,11 @@ class Debugging:
         self._changed = threading.Condition()
         self._asked: dict[int, protocol.DebuggerPrompt] = {}  # by rank
         self._talking: int | None = None
-        self._waiting = 0  # threads that would read a line
+        self._waiting = 0  # how many threads are waiting for a task, and could read a line
         self._reading = threading.Lock()
 
     def ask(self, rank: int, prompt: protocol.DebuggerPrompt) -> None:
-        """A rank wants a line; called by the thread that listens."""
+        """Take a rank's question; called by the thread that listens."""
         with self._changed:
             self._asked[rank] = prompt
             self._changed.notify_all()
@@ -46,13 +46,13 @@ class Debugging:
                 reminder.start()
 
     def forget(self) -> None:
-        """The region has failed: nobody asks any more."""
+        """Forget all questions, since the region has failed."""
         with self._changed:
             self._asked.clear()
             self._talking = None
 
     def wait(self, task: Task, timeout: float | None = None) -> bool:
-        """Wait until a task is settled, and read lines for ranks that ask meanwhile; whether it is."""
+        """Wait until a task is settled, reading lines for ranks that ask meanwhile; whether it is settled."""
         end = None if timeout is None else time.monotonic() + timeout
         self._waiting += 1
         try:
@@ -80,12 +80,12 @@ class Debugging:
                 line = input(last) + "\n"
             except EOFError:
                 print()
-            except Exception as error:  # where nobody can be asked: a kernel without a front end, a test's own stdin
+            except Exception as error:  # there is no one to ask: a kernel without a front end, a test's own stdin
                 print(f"{type(error).__name__}: {error}")
             self._answer(rank, protocol.DebuggerLine(prompt.number, line))
 
     def _next(self, task: Task) -> tuple[int, protocol.DebuggerPrompt] | None:
-        """Whose turn it is: the rank's that talks, if it asks again soon, else the lowest's that asks."""
+        """Whose turn it is: the rank that has the terminal, if it asks again soon, else the lowest rank that asks."""
         with self._changed:
             end = time.monotonic() + MOMENT_SECONDS
             while self._talking is not None and self._talking not in self._asked:

@@ -1,7 +1,7 @@
-"""The objects that all ranks of a driver's mesh have: sent once per content, forgotten when nothing here needs them.
+"""Objects that are shipped to all ranks: sent once for each content, forgotten when nothing here needs them.
 
-Invariant: what a `Shipped` stands for is on every rank, also on one that replaces a dead rank, for as long as the
-`Shipped` lives; functions keep theirs while they live and do not change.
+Invariant: while a `Shipped` lives, its object is on every rank, also on a rank that replaces a dead one; a function
+keeps its `Shipped` while it lives and does not change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..rank.reloading import LoadedModules
 from . import snapshot
 from .session_view import Session
 
-LARGE = 100 << 20  # bytes of a function and what it takes with it
+LARGE = 100 << 20  # bytes; of a larger function, with what travels with it, there is a warning
 
 
 class Shipped:
     """An object that the ranks know by `key`.
 
     Attributes:
-        last_results: of the plan of a call: rank -> what it last told of its results; of all that have this key.
+        last_results: for the plan of a call: rank -> its last description of the results; shared by all with this key.
     """
 
     __slots__ = ("__weakref__", "key", "last_results")
@@ -39,7 +39,7 @@ class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
     Attributes:
-        followed: by the key of a call's signature the axes over which the types in it were followed.
+        followed: the key of a call's plan -> the axes along which its body was followed (`Check.TYPES`).
     """
 
     def __init__(self, session: Session, whole: tuple[type, ...]):
@@ -49,7 +49,7 @@ class ShippedObjects:
         self._last_results: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
-        self._unread: set[str] = set()  # by some rank, most often for want of files or of a module: sent again
+        self._unread: set[str] = set()  # by some rank, mostly because files or a module are missing there: sent again
         self._treedefs: dict[Any, Shipped] = {}
         self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)
@@ -59,7 +59,7 @@ class ShippedObjects:
         self.modules.notice()
 
     def ship(self, obj: Any, function: Any = None) -> Shipped:
-        """Send an object, made of a function if of any, to all ranks unless they have it."""
+        """Send an object to all ranks unless they have it; `function` is what it was made from, if anything."""
         names: list[Any] = []
         packet = self._session.dumps(obj, names)
         if any(name[0] == "ref" for name in names):
@@ -94,7 +94,7 @@ class ShippedObjects:
         return key in self._packets and key not in self._unread
 
     def note_unread(self, key: str) -> None:
-        """Have an object sent anew when it is needed next: a rank could not read it."""
+        """Have an object sent again when it is needed next, since a rank could not read it."""
         self._unread.add(key)
 
     def ship_function(self, function: Any) -> Shipped:
@@ -102,14 +102,14 @@ class ShippedObjects:
         return self.ship_program(function, function, function)
 
     def ship_program(self, function: Any, obj: Any, holder: Any) -> Shipped:
-        """The same of a program made of a function.
+        """As `ship_function`, for a program `obj` made from a function.
 
         Args:
             holder: lives as long as the program is worth keeping on the ranks.
         """
         try:
             known = self._functions.get(holder)
-        except TypeError:  # it can't be hashed, or not referred to weakly
+        except TypeError:  # it can't be hashed, or not be referred to weakly
             known, holder = None, None
         if known is not None and self.has(known[1].key) and known[0].unchanged(function):
             return known[1]
@@ -139,7 +139,7 @@ class ShippedObjects:
         return shipped
 
     def _prepare(self, function: Any) -> None:
-        """Tell the ranks what they need besides the function: where modules lie, and source lines for tracebacks."""
+        """Send the ranks what they need besides the function: the module path, and source lines for tracebacks."""
         self.modules.notice()
         sources = snapshot.typed_sources(function)
         with self._session.lock:
@@ -172,7 +172,7 @@ class ShippedObjects:
             packet.close()
 
     def for_newcomer(self, known: Collection[str] = ()) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
-        """What to tell a new rank, which knows these keys, but for what names values."""
+        """What to send to a new rank that has the keys `known`, except objects that name values."""
         yield protocol.SetPath(tuple(self._path)), None
         yield protocol.SetSources(self._sources), None
         for key, packet in self._packets.items():
@@ -180,26 +180,26 @@ class ShippedObjects:
                 yield protocol.Ship(key), packet
 
     def naming_values(self) -> Iterator[tuple[protocol.Message, wire.Packet | None]]:
-        """The rest, once it has the values."""
+        """The objects that name values, to be sent once the new rank has these values."""
         for key in self._naming_values:
             yield protocol.Ship(key), self._packets[key]
 
     def drop_naming_values(self) -> None:
-        """Have what names values be pickled and sent to all ranks anew when it is needed, after the values."""
+        """Have objects that name values pickled and sent to all ranks again when they are needed, after the values."""
         for key in tuple(self._naming_values):
             self._drop(key)
 
     def forget_last_results(self) -> None:
-        """Know nothing any more of what ranks told of results: there are others."""
+        """Forget the ranks' descriptions of results, since there are other ranks now."""
         for last_results in self._last_results.values():
             last_results.clear()
 
     def keys(self) -> set[str]:
-        """Of what the ranks are to have, but for what names values."""
+        """The keys of objects that the ranks should have, except those that name values."""
         return set(self._packets) - self._naming_values
 
     def read_anew(self) -> None:
-        """Have the ranks read everything again, now that names mean something else there."""
+        """Send everything again, since after a reload of modules names mean something else on the ranks."""
         self.drop_naming_values()
         for what, packet in self.for_newcomer():
             self._session.tell(what, packet)

@@ -1,4 +1,4 @@
-"""The mesh as the files see it that it is made of: they cannot import it, since it imports them."""
+"""The mesh as a type for the files that it imports, which therefore can't import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .session import DriverSession
 
 
 class MeshView(Protocol):
-    """What they may use of it."""
+    """What these files may use of the mesh."""
 
     at_close: list[Future]
     hosts: HostList | None

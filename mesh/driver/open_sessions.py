@@ -1,4 +1,4 @@
-"""The driver's open sessions: closed when their mesh is gone, or at exit, when what nobody has seen is shown."""
+"""The driver's open sessions: closed when their mesh is gone, or at exit, showing errors that nobody has seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..failure import ranks_text
 from .receiving import Receiving
 from .session_view import Session
 
-SAY_SECONDS = 3.0  # until closing says what it waits for
+SAY_SECONDS = 3.0  # after which closing says what it waits for
 
 
 _open: set[Session] = set()
@@ -30,7 +30,7 @@ def add(session: Session) -> None:
 
 
 def follow(session: Session) -> None:
-    """Have what its ranks do noted, and which calls it makes of them, if that is wanted; again for other ranks."""
+    """Trace a session's calls and what its ranks do, if SPMD_TRACE asks for that; called again for other ranks."""
     if (writer := trace.writer()) is not None:
         hosts = session.mesh.hosts.by_rank() if session.mesh.hosts is not None else ()
         session.pending.traced = writer.follow(session.ranks.request.key, hosts)
@@ -41,7 +41,7 @@ def discard(session: Session) -> None:
 
 
 def finish_tasks(session: Session) -> None:
-    """Wait for what is under way, all together no longer than the timeout, and say so if it takes its time."""
+    """Wait for all tasks under way, at most for the timeout in all, and say so if it takes long."""
     began, warned = time.monotonic(), False
     for task in list(session.pending.tasks.values()):
         session.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
@@ -57,7 +57,7 @@ def finish_tasks(session: Session) -> None:
 
 
 def close_quietly(session: Session) -> None:
-    """Close a session whose mesh is gone, and show what nobody has seen; called wherever garbage is collected."""
+    """Close a session whose mesh is gone, and show errors that nobody has seen; called by the garbage collector."""
     if isinstance(threading.current_thread(), Receiving):
         # That thread is needed for closing; it can't wait here.
         threading.Thread(target=close_quietly, args=(session,), daemon=True).start()
@@ -70,7 +70,7 @@ def close_quietly(session: Session) -> None:
 
 
 def close_all() -> None:
-    """At exit: end every mesh that is still open, and show what nobody has seen."""
+    """At exit, close every mesh that is still open, and show errors that nobody has seen."""
     for session in list(_open):
         try:
             session.close("the driver exited")

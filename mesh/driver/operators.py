@@ -1,9 +1,9 @@
-"""Torch's functions on `Array`s, in the process that drives the ranks: they run on the ranks and give `Array`s.
+"""Torch's functions on `Array`s outside regions: they run on the ranks and give `Array`s.
 
-An operation that works element by element on values that are cut alike runs on every rank's shards, with nothing
-beside it; any other one by DTensor's rules, which say what stays cut and move the rest; and what these do not know, on
-whole values. Invariant: the result is that of the same function on the plain tensors, whatever the specs. Nothing waits
-here, but for results that are no tensors.
+An elementwise operation on values that are cut alike runs on every rank's shards, without communication. Any other one
+follows DTensor's rules, which say what stays cut, and move the rest; where DTensor has no rule, it runs on whole
+values. Invariant: the result is that of the same function on plain tensors, whatever the specs. Nothing waits here,
+except for results that are no tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..region import current, require, reseed
 from ..request import Request
 from ..spec import RAGGED, Layout, P, ragged_shape
 
-# Functions of torch, as functions, methods or operators, that give each element from the elements at its place.
+# Elementwise functions of torch, by the names of functions, methods or operators.
 # fmt: off
 _ELEMENTWISE = frozenset((
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh",
@@ -51,14 +51,14 @@ _ELEMENTWISE = frozenset((
     "lshift", "rlshift", "rshift", "rrshift", "type", "where", "xlogy", "zeros_like",
 ))
 # fmt: on
-# Python's names of operators that are torch's functions by another.
+# Operators whose name in Python is not torch's name for the function.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
-# Those whose result has a shape that values settle, as do some indices; see `_is_sized_by_values`.
+# Functions whose result's shape depends on values, as for some indices; see `_is_sized_by_values`.
 _SIZED_BY_VALUES = frozenset(
     ("argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive")
 )
-_FLAGS = (torch.bool, torch.uint8)  # of which an index is a choice of elements
-# What a tensor has without a call.
+_FLAGS = (torch.bool, torch.uint8)  # an index of these dtypes selects elements
+# Attributes of a tensor that are not called.
 ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "real": lambda x: torch.real(x),  # type: ignore[arg-type]
     "imag": lambda x: torch.imag(x),  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
 _OF_GRADIENTS = frozenset(
     ("backward", "grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )
-_KINDS = 4096  # of operations and specs whose programs are kept
+_KINDS = 4096  # how many combinations of operation and specs are remembered
 _ALONE = trees.flatten(((0,), {}))[1]  # one argument, and nothing else
 
 
@@ -87,7 +87,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that was given an Array.
 
     Raises:
-        SpecError: the Arrays are on different meshes, or one is asked to change or for gradients.
+        SpecError: the Arrays are on different meshes, or the function would change one, or is about gradients.
         MeshError: called within a region.
     """
     name = _name_of(func)
@@ -130,7 +130,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         func, name, args, kwargs = torch.Tensor.to, "to", (args[0], like), {}
         leaves, treedef = trees.flatten((args, kwargs))
     way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
-    # How results are cut may hang on a number (that of a dropout), and which of them are known goes by the program.
+    # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
     numbers = () if name in _ELEMENTWISE else tuple(leaf for leaf in leaves if isinstance(leaf, float))
     program, operation = _program(func, name, way, out, numbers)
     with mesh.run_state.aside():
@@ -144,7 +144,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             holder=operation,
             flat=(leaves, treedef),
         )
-        if _is_sized_by_values(name, leaves):  # what it was the last time says nothing
+        if _is_sized_by_values(name, leaves):  # the shape of the last result says nothing
             for result in trees.leaves(results, is_leaf=is_array):
                 _ = result.shape
     return results
@@ -154,17 +154,17 @@ run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Ar
 
 
 class _Way(enum.Enum):
-    """What a rank gives a function: its shards as they are, its shards by DTensor's rules, or whole values.
+    """What a rank passes to a function: its shards as they are, its shards by DTensor's rules, or whole values.
 
-    ADDED: its shard as it is, and what this gives is added up over the ranks. How values are cut is looked at there,
-    for the driver may not know it yet; for OWN it is what the driver expects, or is made so.
+    ADDED: its shard as it is, and the results are added up over the ranks. The rank looks how values are cut, since the
+    driver may not know it yet; for OWN they are cut as the driver expects, or are put so.
     """
 
     OWN, ADDED, RULES, WHOLE = "own", "added", "rules", "whole"
 
 
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
-    """What of an argument settles how a function is called: an Array's shape and spec, a tensor's shape."""
+    """What decides how a function is called, of each argument: an Array's shape and spec, a tensor's shape."""
     if type(leaf) is Array:
         return leaf.hint()
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
@@ -178,18 +178,18 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     if not cut:
         return _Way.WHOLE, None, P()
-    elementwise = name in _ELEMENTWISE and (name != "where" or len(kinds) > 1)  # else it is of indices
+    elementwise = name in _ELEMENTWISE and (name != "where" or len(kinds) > 1)  # else `where` gives indices
     specs = _alike(layout, len(kinds), shapes, metas) if elementwise else None
     if specs is not None:
         return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
-    if name == "sum" and treedef == _ALONE:  # of all elements, the most common reduction
+    if name == "sum" and treedef == _ALONE:  # the sum of all elements, the most common reduction
         return _Way.ADDED, None, P()
     even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return _Way.RULES if even else _Way.WHOLE, None, P()
 
 
 def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[int, Meta]) -> list[P | None] | None:
-    """How to cut arguments such that each rank computes its own elements; None if what is cut differs."""
+    """How to cut arguments so that each rank computes its own elements; None if the Arrays are not cut alike."""
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     (spec, whole), *others = {(spec, shapes[index]) for index, spec in cut.items()}
     if others or RAGGED in whole or not _are_within(whole, shapes.values()):
@@ -204,15 +204,15 @@ def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[in
             spec.entries[missing + dim] if missing + dim < len(spec.entries) and size > 1 else None
             for dim, size in enumerate(shape)
         ]
-        specs[index] = theirs = P(*own)  # each rank takes the elements that go with its shard
+        specs[index] = theirs = P(*own)  # each rank takes the elements that match its shard
         parts = [layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
         if any(size % count for size, count in zip(shape, parts, strict=True)):
-            return None  # uneven shards, which are not cut so
+            return None  # uneven shards can't be matched in this way
     return specs
 
 
 def _are_within(whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bool:
-    """Whether all shapes broadcast to one of them; if not, ranks say what is wrong with the whole values."""
+    """Whether all shapes broadcast to `whole`; if not, the function on whole values will say what is wrong."""
     try:
         return torch.broadcast_shapes(*shapes) == whole
     except RuntimeError:
@@ -220,8 +220,8 @@ def _are_within(whole: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bo
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
-    """Whether DTensor knows such cuts."""
-    if RAGGED in shape or 0 in shape:  # torch's rule for views of what has no elements may never end
+    """Whether DTensor can represent these cuts: even shards, with axes in mesh order."""
+    if RAGGED in shape or 0 in shape:  # torch's rule for views of tensors without elements may never end
         return False
     names = layout.names
     axes = [spec.dim_axes(dim) for dim in range(len(spec.entries))]
@@ -242,7 +242,7 @@ class _Operation:
 
     def __init__(self, func: Callable, way: _Way):
         self.func, self._way = func, way
-        self._on_shards: dict[Any, bool] = {}  # for kinds of arguments, on this rank; the same on all ranks
+        self._on_shards: dict[Any, bool] = {}  # by kind of arguments; it must be the same on all ranks
         self._generation = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ class _Operation:
         if self._way is _Way.ADDED:
             return _added(region.session, self.func, *args)
         kind = _kind(args, kwargs) if self._way is _Way.RULES else None
-        if self._generation != region.session.watch.generation:  # ranks that were replaced know none
+        if self._generation != region.session.watch.generation:  # replacement ranks know none
             self._on_shards, self._generation = {}, region.session.watch.generation
         if kind is not None and self._on_shards.get(kind, True):
             # By name: torch's DTensor stands above this file.
@@ -273,7 +273,7 @@ class _Operation:
 
 
 def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What settles whether there is a rule."""
+    """What decides whether DTensor has a rule."""
     leaves, treedef = trees.flatten((args, kwargs))
     return treedef, *(
         (_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
@@ -286,7 +286,7 @@ def _spec(leaf: torch.Tensor) -> P:
 
 
 def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
-    # As torch itself adds numbers of 16 bits, which are rounded once.
+    # Like torch itself, add 16-bit numbers in 32 bits and round once.
     total = func(shard, dtype=torch.float32) if shard.dtype in (torch.float16, torch.bfloat16) else func(shard)
     axes = _spec(shard).axes
     session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
@@ -294,7 +294,7 @@ def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.T
 
 
 def _whole(session: RankSession, even: bool, leaf: Any) -> Any:
-    """A whole value on each rank, of its shards; where these are even none is asked for its size."""
+    """The whole value on each rank, from its shards; if these are even, ranks need not exchange their sizes."""
     if not isinstance(leaf, torch.Tensor) or not _spec(leaf).entries:
         return leaf
     spec, whole = _spec(leaf), leaf.detach() if even else leaf.detach().cpu()
@@ -310,7 +310,7 @@ def _whole(session: RankSession, even: bool, leaf: Any) -> Any:
 
 
 def _is_sized_by_values(name: str, leaves: list[Any]) -> bool:
-    """Whether the shapes of the arguments leave open what shape the result has."""
+    """Whether the result's shape depends on values, and not only on the arguments' shapes."""
     if name in ("getitem", "where"):
         return (name == "where" and len(leaves) == 1) or any(map(_selects, leaves[1:] if name == "getitem" else ()))
     return name in _SIZED_BY_VALUES
@@ -327,7 +327,7 @@ def _is_value(x: Any) -> bool:
 
 
 def _like(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The type of the other tensor in `x.to(other)`, of which nothing else counts: what a mesh has is on its device."""
+    """The other tensor's dtype in `x.to(other)`; its device doesn't count, since a mesh's values are on its device."""
     other = kwargs.get("other", args[1] if len(args) > 1 else None)
     return other.dtype if isinstance(other, torch.Tensor | Array) else None
 
@@ -339,7 +339,7 @@ def _name_of(func: Callable) -> str:
 
 
 def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
-    """What of its arguments a function changes, by an operator's schema or torch's rule for names; None if nothing."""
+    """Which arguments a function changes, by an operator's schema or torch's naming rule; None if it changes none."""
     operators = [getattr(func, each) for each in func.overloads()] if hasattr(func, "overloads") else [func]
     if hasattr(operators[0], "overloadpacket"):  # of `torch.ops`
         written = [value for one in operators for _, value in written_by(one, args, kwargs)]

@@ -1,4 +1,4 @@
-"""Tasks on their way: what was sent to which ranks, their answers as they come, and failures that nobody has seen."""
+"""Tasks under way: what was sent to which ranks, the answers so far, and failures that nobody has seen."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..failure import Failure
 from ..run_state import RunState
 
 IN_FLIGHT = 2
-BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # calls that are over soon: more of them, and Ctrl-C still finds them ended
+BRIEF_IN_FLIGHT, BRIEF_SECONDS = 8, 0.02  # more may be under way if they are short: they still end soon after Ctrl-C
 
-Outcome = Callable[[], BaseException] | None  # what makes the exception of a failed task, None for one that went well
+Outcome = Callable[[], BaseException] | None  # makes the exception of a failed task; None if it went well
 Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
-"""Makes a message from what all tasks begin with."""
+"""Makes a message, given the fields that all tasks begin with."""
 
 
 _thread = threading.local()
@@ -29,7 +29,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """What this thread does with a mesh is the library's: what has failed and nobody has seen is not raised here."""
+    """In the block, this thread works for the library: failures that nobody has seen are not raised here."""
     _thread.aside = True
     try:
         yield
@@ -43,11 +43,11 @@ class Again:
 
     Attributes:
         name: of the call, for messages.
-        make, packet: the message and its content.
-        holds: what was compiled for the call (`calls.DriverCall`), which must live until the task is over.
+        make, packet: make the message; its content.
+        holds: the compiled call (`calls.DriverCall`), which must live until the task is over.
         arguments: its inputs.
-        values: its outputs, as `values.CallValues`; of several batches those of each.
-        losses: how often it has lost ranks.
+        values: its outputs, as `values.CallValues`; one for each batch if it reads several.
+        losses: how often ranks have died in it.
     """
 
     name: str
@@ -64,18 +64,18 @@ class Task:
     """Something sent to ranks.
 
     Attributes:
-        region: the number of the region that it is, 0 for none.
-        last_results: rank -> what "unchanged" stands for: the last metadata of the results of such calls.
-        compare: asked what has failed where prints differ.
-        again: what it takes to send it again, if that may be done when a rank dies.
-        reported: somebody has been told of the failure.
+        region: its number as a region, 0 if it is none.
+        last_results: rank -> what "unchanged" stands for: the last description of the results of such calls.
+        compare: if prints differ, says what has failed.
+        again: what it takes to send it again, if it may run again when a rank dies.
+        reported: the failure was raised somewhere, or will be where the task is waited for.
         answers: rank -> (kind, value); kind is "ok", "failed", "skipped" (it came after a failure) or "lost".
         prints: rank -> what is to be compared of its results.
         settled: set as soon as its outcome is known, which for a failure may be before all ranks have answered.
         failure: makes the exception of a failed task.
-        generation: in which the mesh failed with it; None if the task failed for itself.
-        context: of the caller; a notebook keeps in it which cell that is.
-        began, seconds: when it was made, by the clock on the wall, and the time from then until its outcome was known.
+        generation: the generation in which the mesh failed with it; None if only the task failed.
+        context: the caller's; a notebook keeps in it which cell that is.
+        began, seconds: when it was made (`time.time`), and how long it took until its outcome was known.
     """
 
     number: int
@@ -116,7 +116,7 @@ class Task:
         return [self.answers[rank][1] for rank in self.ranks]
 
     def settle(self, failure: Outcome = None) -> None:
-        """Make the outcome known; a future takes a failure over, for others `reported` tells whether it was seen."""
+        """Make the outcome known. A future takes a failure over; for other tasks `reported` says if it was seen."""
         self.failure = failure
         if self.again is not None:
             self.again.packet.close()
@@ -137,17 +137,17 @@ class Pending:
     The session's lock guards it.
 
     Args:
-        run_state: hears of the failures that somebody sees.
+        run_state: takes note of failures that are raised.
     """
 
     def __init__(self, run_state: RunState) -> None:
         self._run_state = run_state
         self.tasks: dict[int, Task] = {}
-        self.traced: Callable[[Task], None] | None = None  # told of each whose outcome is known
+        self.traced: Callable[[Task], None] | None = None  # called with each task whose outcome is known
         self._unseen: deque[Task] = deque()
 
     def busy(self) -> dict[int, int]:
-        """The ranks that have something to do, each with the number of the task that it is at."""
+        """The ranks that have something to do, each with the number of its current task."""
         found: dict[int, int] = {}
         for task in self.tasks.values():
             for rank in task.busy():
@@ -155,9 +155,9 @@ class Pending:
         return found
 
     def awaited(self) -> dict[int, tuple[int, bool]]:
-        """The ranks that have something to do: the task that each is at, and whether the program waits for it.
+        """The ranks that have something to do: each one's current task, and whether the program waits for that.
 
-        For what `submit` has started alone it need not wait: a rank may serve for as long as it likes.
+        It does not wait for what `mesh.submit` has started: that may serve for as long as it likes.
         """
         return {rank: (number, self.tasks[number].future is None) for rank, number in self.busy().items()}
 
@@ -165,17 +165,17 @@ class Pending:
         return {rank: failure for task in self.tasks.values() for rank, failure in task.failures().items()}
 
     def lose(self, rank: int) -> None:
-        """A rank died: it will not answer any more."""
+        """Note that a rank died: it will not answer any more."""
         for task in self.tasks.values():
             if rank in task.ranks:
                 task.answers.setdefault(rank, ("lost", None))
 
     def settle(self, task: Task, failure: Outcome = None, *, generation: int | None = None, seen: bool = False) -> None:
-        """Make a task's outcome known; it stays busy on the ranks that have not answered.
+        """Make a task's outcome known; ranks that have not answered stay busy with it.
 
         Args:
-            generation: the one that failed with it.
-            seen: whoever waits for it knows already.
+            generation: the generation that failed with it.
+            seen: the user knows of the failure already.
         """
         if task.complete:
             self.tasks.pop(task.number, None)
@@ -187,7 +187,7 @@ class Pending:
             self._unseen.append(task)
 
     def raise_unseen(self) -> None:
-        """Raise the failure of a task whose caller has not seen it, unless this is not the program's thread."""
+        """Raise the failure of a task whose caller has not seen it, unless this thread works for the library."""
         while self._unseen and not getattr(_thread, "aside", False):
             task = self._unseen.popleft()
             if not task.reported:
@@ -198,21 +198,21 @@ class Pending:
         self._run_state.note_failure(task)
         task.reported = True
         for other in self._unseen:
-            # What failed in one generation failed for one reason.
+            # All failures of one generation have one cause.
             other.reported = other.reported or other.generation == task.generation is not None
         assert task.failure is not None
         raise task.failure()
 
 
 class Flight:
-    """The asynchronous regions under way: a few, or more of those that are over soon."""
+    """The asynchronous regions under way: a few, or some more if they are short."""
 
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._most = IN_FLIGHT
 
     def add(self, task: Task) -> Iterator[Task]:
-        """Note a region; those to wait for, so that there are not too many."""
+        """Note a region; yields those to wait for, so that there are not too many."""
         if self._tasks and self._tasks[-1].settled.is_set():
             self._tasks.clear()
             self._most = IN_FLIGHT

@@ -1,4 +1,4 @@
-"""The rank processes of a driver's mesh, as the driver holds them: started, told, signalled, replaced, cleared away."""
+"""The driver's handles on its rank processes: starting, sending, signalling, replacing and closing them."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import fork_rank, mesh_begins, mesh_ends
 
-END_SECONDS = 2.0  # for ranks that leave to end by themselves
-_LEAVING = 10  # the niceness of those, while others go on
+END_SECONDS = 2.0  # for leaving ranks to end by themselves
+_LEAVING = 10  # their niceness, while others go on
 
 
 class Rank(Owned):
     """One rank process: its socket, its output, and a descriptor that tells when it ends.
 
     Args:
-        rank: its place in the mesh.
+        rank: its number in the mesh.
         request: what `rank_process.main` needs to know.
         arena: the arena's descriptor.
-        listening: where it hears calls from other hosts, too.
+        listening: sockets on which it also accepts remote calls from other hosts.
     """
 
     def __init__(self, rank: int, request: RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
         super().__init__()
         self.rank = rank
         self.alive, self.ready = True, False
-        self.ends = ""  # why it ends by itself, once it has said so
+        self.ends = ""  # why it ends by itself, if it has said so
         self.connection, theirs = socket.socketpair()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
@@ -72,11 +72,11 @@ class Rank(Owned):
         self.sender, self.receiver = wire.Sender(self.connection), wire.Receiver(self.connection)
 
     def sources(self) -> list[tuple[Any, str]]:
-        """What is to be listened to for it, and for what."""
+        """The descriptors to listen to, and what each is for."""
         return [(self.connection, "answer"), (self.pidfd, "death"), *((fd, name) for name, fd in self.pipes.items())]
 
     def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
-        """Send a packet and its `frame` without waiting; whether it is wholly on its way (or never will be)."""
+        """Send a packet, given its `frame`, without waiting; whether all of it is on its way (or never can be)."""
         return self._quietly(lambda: self.sender.send(packet, parts))
 
     def flush(self) -> bool:
@@ -90,11 +90,11 @@ class Rank(Owned):
             return True
 
     def has_printed(self) -> bool:
-        """Whether there is anything to `read`: asked of all streams at once, which costs less than trying each."""
+        """Whether there is anything to `read`: one poll of all streams costs less than trying each."""
         return bool(self._printed.poll(0))
 
     def read(self, stream: str) -> bytes | None:
-        """What it printed and nobody has read yet; None if it will never print again."""
+        """What it has printed that is not read yet; None if the stream has ended."""
         try:
             data = os.read(self.pipes[stream], 1 << 16)
         except BlockingIOError:
@@ -106,14 +106,14 @@ class Rank(Owned):
         return None
 
     def answers(self) -> list[wire.Packet] | None:
-        """What has come from it since; None if nothing will any more, and then its end is at hand."""
+        """The packets that have come from it; None if its socket has ended, and then its process ends, too."""
         packets = self.receiver.receive(block=False)
         if packets is None and not self.ended(0.2):
             self.signal(signal.SIGKILL)  # it can't be reached any more
         return packets
 
     def last_answers(self) -> Iterator[wire.Packet]:
-        """What it said before it died counts."""
+        """The packets that it sent before it died, which still count."""
         while packets := self.receiver.receive(block=False):
             yield from packets
 
@@ -157,12 +157,12 @@ class Ranks:
 
     Args:
         layout: the axes.
-        options: what each of them needs to know besides: backend, threads, seed, timeout.
-        started: called with every new one.
+        options: what each rank needs to know besides: backend, threads, seed, timeout.
+        started: called with every new rank.
 
     Attributes:
-        generation: counts the failures that the mesh has recovered from, from 1 on.
-        bare: of the ranks that were replaced last those that have no values: these were lost with their host.
+        generation: 1, and one more for each failure that the mesh has recovered from.
+        bare: those of the ranks replaced last that have no values, because these were lost with a host.
     """
 
     def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
@@ -173,8 +173,8 @@ class Ranks:
         self.arena.clear(self.generation)
         self._title = f"Mesh({layout.axes}, backend={options['backend']!r}, device={options['device']!r})"
         self.arena.introduce(self._title)
-        # Where ranks of a backend that needs a store meet. A file without a name, and no TCPStore: that one asks the
-        # name service about every connection, which takes seconds where none answers.
+        # The store in which ranks meet, if the backend needs one. A nameless file, since a TCPStore asks the name
+        # service about every connection, which takes seconds where none answers.
         self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
         self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
         self.all: list[Rank] = []
@@ -194,12 +194,12 @@ class Ranks:
         return rank
 
     def send(self, packet: wire.Packet, parts: list[memoryview], ranks: Iterable[int] | None) -> list[Rank]:
-        """Send a packet and its `frame` to ranks (None: all) without waiting: those that have not taken all of it."""
+        """Send a packet, given its `frame`, to ranks (None: all) without waiting; gives those that didn't take all."""
         chosen = self.all if ranks is None else [self.all[rank] for rank in ranks]
         return [rank for rank in chosen if not rank.send(packet, parts)]
 
     def elsewhere(self, rank: int) -> tuple[str, int] | None:
-        """Where a rank hears calls of remote objects, if that is on another host."""
+        """Where a rank accepts calls of remote objects, if it is on another host."""
         return None
 
     def region_of(self, rank: int) -> int:
@@ -207,7 +207,7 @@ class Ranks:
         return 0 if self.arena is None else self.arena.region(rank)[0]
 
     def overwritten(self, region: int) -> bool:
-        """Whether donated memory may be other than it was before a region."""
+        """Whether a region may have changed donated memory."""
         return self.arena is not None and self.arena.overwritten(region)
 
     def copies_at(self) -> tuple[tuple[str, int], ...]:
@@ -215,43 +215,43 @@ class Ranks:
         return ()
 
     def copies(self) -> dict[tuple[int, int, int], tuple[str, int]]:
-        """Of what there are copies, as (rank, call, index), and where; of ranks that died, too."""
+        """Which values have copies, as (rank, call, index), and where; also those of ranks that died."""
         return {}
 
     def drop_given(self, number: int) -> None:
-        """Values that lay in memory of their hosts are needed no more; called by the garbage collector, too."""
+        """Free values that lie in memory of the ranks' hosts; may be called by the garbage collector."""
 
     @property
     def remark(self) -> str | None:
-        """What is to be said of ranks that died, besides."""
+        """What else the error about dead ranks should say."""
         return None
 
     @property
     def dying(self) -> bool:
-        """Whether ranks end by themselves, or were lost with their host, and nobody has heard yet that they died."""
+        """Whether ranks are ending by themselves, or were lost with their host, but are not yet known to be dead."""
         return any(rank.alive and rank.ends for rank in self.all)
 
     def has(self, rank: Rank) -> bool:
-        """Whether a process is one of these, and not one whose place another has taken."""
+        """Whether a process is one of these ranks and has not been replaced."""
         return rank.rank < len(self.all) and self.all[rank.rank] is rank
 
     def listened_to(self, started: Callable[[Rank], None], hear: Callable[[Any], None]) -> None:
-        """Have those that were started so far, and from now on every new one, heard; others' hosts have an inbox."""
+        """Call `started` with all ranks so far, and with new ones from now on; `hear` is for ranks on other hosts."""
         self._started = started
         for rank in self.all:
             started(rank)
 
     def all_run(self) -> bool:
-        """Whether no rank's process has ended, noticed or not."""
+        """Whether no rank's process has ended, whether that was noticed or not."""
         return not self._deaths.poll(0)
 
     def abort(self, why: str) -> None:
-        """Have every rank that waits give up."""
+        """Make every rank that waits give up."""
         if self.arena is not None:
             self.arena.abort(why)
 
     def begin_anew(self) -> list[int]:
-        """Open the next generation, with new processes for those that died: these ranks."""
+        """Open the next generation, and replace ranks that died; gives the numbers of these."""
         assert self.arena is not None
         self.generation += 1
         self.arena.clear(self.generation)
@@ -268,13 +268,13 @@ class Ranks:
             rank.signal(signal.SIGKILL)
 
     def yield_processor(self) -> None:
-        """Have what they do from now on wait for others: giving back a process's memory takes as long as a step may."""
+        """Lower their priority: releasing a process's memory can take as long as a step."""
         for rank in self.all:
-            with contextlib.suppress(OSError):  # it has ended, or its user may not
+            with contextlib.suppress(OSError):  # it has ended, or this is not permitted
                 os.setpriority(os.PRIO_PROCESS, rank.pid, max(_LEAVING, os.getpriority(os.PRIO_PROCESS, rank.pid)))
 
     def leave(self) -> None:
-        """Let those that have been told to leave end by themselves, and give back what they had."""
+        """Wait for ranks that were told to leave, and release what they had."""
         end = time.monotonic() + END_SECONDS
         for rank in self.all:
             rank.ended(max(0.0, end - time.monotonic()))
@@ -282,7 +282,7 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """Give back what they needed, once they were killed and nobody listens to them any more."""
+        """Release what they needed, once they were killed and nobody listens to them any more."""
         for rank in self.all:
             rank.ended(1.0)
             rank.close()
@@ -296,8 +296,8 @@ class Ranks:
 def request_of(
     layout: Layout, options: dict[str, Any], store: str, hosts: tuple[tuple[int, ...], ...] = ()
 ) -> RankRequest:
-    """What every rank of a mesh that begins here needs to know; see `RankRequest`."""
-    trace.writer()  # with its logger's level ranks know that there is one
+    """What every rank of a new mesh of this driver needs to know; see `RankRequest`."""
+    trace.writer()  # made first, since its logger's level tells ranks that there is one
     return RankRequest(
         **options,
         rank=-1,
@@ -317,7 +317,7 @@ def request_of(
 
 
 def pickled_factory(backend: str) -> bytes | None:
-    """What a rank needs to know a backend that this process has added; None for one that every process has."""
+    """The pickled factory of a backend that this process has registered; None for one that every process has."""
     factory = added_factory(backend)
     if factory is None:
         return None

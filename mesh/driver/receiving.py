@@ -1,6 +1,6 @@
 """The thread that listens to a mesh's ranks: their answers, what they print, and their deaths.
 
-It reads and reports, and decides nothing: that is its listener's business (`Recovery`, `Answers`).
+It reads and reports; what to do about it is decided by its listener (`Recovery`, `Answers`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TICK_SECONDS = 0.1  # between two calls of `carry_on` while a recovery is under 
 
 
 class Answers(Protocol):
-    """What is told of messages."""
+    """What messages are passed to."""
 
     def take(self, ranks: Sequence[Rank], packet: wire.Packet) -> None: ...
     def collect(self) -> None: ...
 
 
 class Listener(Protocol):
-    """What is told."""
+    """What deaths and errors are reported to."""
 
     under_way: bool
 
@@ -57,34 +57,34 @@ class Receiving(threading.Thread):
     def __init__(self, listener: Listener, layout: Layout):
         super().__init__(name="spmd-receiver", daemon=True)
         self._listener = listener
-        self._showing = threading.RLock()  # who settles a task shows what is printed, whichever thread that is
+        self._showing = threading.RLock()  # any thread that settles a task shows what was printed
         self._show_for(layout)
         self._sockets = RankSockets(self._take, lambda rank: self.show_printed([rank]), self._bury, listener.flush)
         self.add, self.wake, self.when_writable = self._sockets.add, self._sockets.wake, self._sockets.when_writable
         self._soon: deque[Callable[[], None]] = deque()
-        self._inbox: Inbox | None = None  # of the ranks that there are, if they are on other hosts
+        self._inbox: Inbox | None = None  # of the current ranks, if they are on other hosts
 
     # -- for other threads -------------------------------------------------------------------------------------------
 
     def soon(self, do: Callable[[], None]) -> None:
-        """Have something done by this thread, between two events."""
+        """Have this thread do something, between two events."""
         self._soon.append(do)
         self.wake()
 
     def hear(self, inbox: Inbox) -> None:
-        """Have what ranks of other hosts say taken by this thread."""
+        """Have this thread take what ranks on other hosts send."""
         self._inbox = inbox
         inbox.heard_by(functools.partial(self.soon, functools.partial(self._take_from, inbox)))
 
     # -- for this thread (or any, before it starts and after it ends) ------------------------------------------------
 
     def remove(self, rank: Rank) -> None:
-        """Listen to a rank no more, after a last look at what it printed."""
+        """Stop listening to a rank, after reading the last of its output."""
         self.read_output(rank)
         self._sockets.remove(rank)
 
     def exchange(self, gone: Iterable[Rank], ranks: Ranks, layout: Layout) -> None:
-        """Listen to other ranks than so far, of another layout."""
+        """Listen to other ranks instead, of another layout."""
         for rank in gone:
             self.remove(rank)
         if self._inbox is not None:
@@ -106,14 +106,14 @@ class Receiving(threading.Thread):
                 self._collator.feed(rank.rank, stream, data)
 
     def show_printed(self, ranks: Iterable[Rank]) -> None:
-        """Read what these have printed so far, if they have."""
+        """Read what these ranks have printed so far."""
         with self._showing:
             for rank in ranks:
                 if rank.has_printed():
                     self.read_output(rank)
 
     def show(self, printed: Iterable[tuple[Rank, str, bytes]], layout: Layout) -> None:
-        """Show what ranks of some layout have printed that are not listened to."""
+        """Show what ranks of another layout, which are not listened to, have printed."""
         with self._showing:
             collator = Collator(self._print, layout.size, label=coordinates_label(layout))
             for rank, stream, data in printed:
@@ -121,20 +121,20 @@ class Receiving(threading.Thread):
             collator.flush()
 
     def show_output(self) -> None:
-        """Show all that ranks have printed, and was held to see who else prints it."""
+        """Show the lines that were held back to see which other ranks print them."""
         with self._showing:
             self._collator.flush()
 
     def report_bar(self, rank: int, task: Task, state: BarState) -> None:
-        """Show what a rank says of a progress bar."""
+        """Show the state of a rank's progress bar."""
         with self._showing:
             self._bars.report(rank, task, state)
 
     def end_of_task(self, task: Task) -> None:
-        """Show what a task has shown to the end; lines of the next region are matched with each other only."""
+        """End a task's progress bars and output; lines of the next region are matched only with each other."""
         with self._showing:
             if self._bars.latest:
-                with contextlib.suppress(Exception):  # of a front end that draws bars: no reason to stop listening
+                with contextlib.suppress(Exception):  # a notebook's front end may fail: no reason to stop
                     self._bars.end(task)
             if task.region and self._collator.streams:
                 self._collator.begin()
@@ -150,7 +150,7 @@ class Receiving(threading.Thread):
                 self.read_output(rank)
         if self._inbox is not None:
             self._take_from(self._inbox)
-            self._inbox.heard_by(lambda: None)  # what wakes this thread is about to be closed
+            self._inbox.heard_by(lambda: None)  # the pipe that wakes this thread is about to be closed
         self.show_output()
         self._sockets.close()
 
@@ -170,7 +170,7 @@ class Receiving(threading.Thread):
         due = min(dues, default=self._listener.stuck.pause)
         due = min(due, TICK_SECONDS if self._listener.under_way else self._listener.stuck.pause)
         found = self._sockets.select(due)
-        while self._soon:  # what has come before them, and may change what there is to listen to
+        while self._soon:  # these came first, and may change what there is to listen to
             while self._soon:
                 self._soon.popleft()()
             found = self._sockets.select(0)
@@ -206,7 +206,7 @@ class Receiving(threading.Thread):
         self._listener.died(rank)
 
     def _tick(self) -> list[float | None]:
-        """Show what is due: in how many seconds more is."""
+        """Show what is due; gives the seconds until more is."""
         with self._showing:
             found = [self._collator.tick()]
             with contextlib.suppress(Exception):
@@ -218,6 +218,6 @@ class Receiving(threading.Thread):
         with contextlib.suppress(Exception), self._bars.aside(target):  # a closed stream must not stop the thread
             try:
                 target.write(text)
-            except UnicodeEncodeError:  # the stream's encoding, of this program's locale, lacks a character
+            except UnicodeEncodeError:  # the stream's encoding lacks a character
                 target.write(text.encode(target.encoding, "backslashreplace").decode(target.encoding))
             target.flush()

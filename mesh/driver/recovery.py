@@ -1,8 +1,8 @@
-"""What comes back from a driver's ranks, and what is done when one of them fails or dies.
+"""What a driver does when one of its ranks fails or dies.
 
 The receiving thread reports here. A failed region raises the arena's abort flag, so that no rank waits in vain. When
-all ranks that live have fallen quiet, dead ones are replaced and the next *generation* begins, in which nothing of the
-failed region is known. Whoever waits is told earlier: as soon as the others had a moment to give up.
+all living ranks have fallen quiet, dead ones are replaced and the next *generation* begins, which knows nothing of the
+failed region. Whoever waits for a task gets its error earlier: as soon as the other ranks have had a moment to give up.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .ranks import Rank
 from .rerun import freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
 
-INTERRUPT_SECONDS = 0.3  # for calls under way to end by themselves after Ctrl-C
-WAIT_SECONDS = 1.0  # for ranks to stop after Ctrl-C, before it is said which do not
+INTERRUPT_SECONDS = 0.3  # after Ctrl-C, for calls under way to end by themselves
+WAIT_SECONDS = 1.0  # after Ctrl-C, for ranks to stop, before the user is told which don't
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
-FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they count as lost
+FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they are killed
 
 
 class Recovery:
     """The receiving thread's half of a session.
 
     Attributes:
-        answers: takes what the ranks answer.
-        under_way: a failed region has not yet been left by all ranks.
+        answers: takes the ranks' answers.
+        under_way: not all ranks have left a failed region yet.
         interrupted: the user's Ctrl-C is the reason.
-        failed_starts: ranks in a row that died before they were ready.
+        failed_starts: how many ranks in a row died before they were ready.
     """
 
     def __init__(self, session: Session, grace: float):
@@ -45,7 +45,7 @@ class Recovery:
         self.under_way = self.interrupted = False
         self.answers = Answers(session, self)
         self._since = 0.0
-        self._first_failed = 0  # the number of the first task that failed; those before it may end
+        self._first_failed = 0  # the number of the first task that failed; earlier ones may end
         self._lost: dict[int, str] = {}  # ranks that died, and how
         self.stuck = Stuck(session, grace)
         self._moves: Moves | None = None
@@ -67,7 +67,7 @@ class Recovery:
             self._session.receiving.remove(rank)
             if self._session.closing:
                 return
-            if not self._session.ranks.has(rank):  # its host put another in its place before this was heard
+            if not self._session.ranks.has(rank):  # its host has replaced it before this was heard
                 rank.close()
                 return
             self._lost[rank.rank] = how
@@ -80,7 +80,7 @@ class Recovery:
         self._session.shut(f"listening to its ranks failed: {type(error).__name__}: {error}")
 
     def begin(self, why: str | None = None, *, first_failed: int = 0) -> None:
-        """Make every rank give up (`why` is None where one already does so); the session holds new tasks back."""
+        """Make every rank give up (`why` is None if a rank's failure has already done so); new tasks are held back."""
         if why is not None:
             self._session.ranks.abort(why)
         if not self.under_way:
@@ -89,7 +89,7 @@ class Recovery:
         self._first_failed = min(self._first_failed, first_failed)
 
     def carry_on(self) -> None:
-        """Tell what is known after the grace, and begin anew once all ranks are quiet; called until then."""
+        """Settle tasks after the grace time, and begin anew once all ranks are quiet; called repeatedly until then."""
         session = self._session
         with session.lock:
             if not self.under_way or session.closed is not None:
@@ -119,14 +119,14 @@ class Recovery:
                 self._begin_anew(again)
 
     def _to_rerun(self) -> tuple[list[Task], str | None]:
-        """The tasks that will run again, and why others won't that could."""
+        """The tasks that will run again, and why others that could won't."""
         session = self._session
         if not self._lost or self.interrupted or not session.reruns:
             return [], None
         return to_rerun(session.pending.tasks.values(), session.ranks.overwritten, session.run_state.saved)
 
     def interrupt(self) -> None:
-        """Ctrl-C: let what is about to end do so, stop the rest, and wait for that; a second Ctrl-C kills the ranks.
+        """On Ctrl-C, let what is about to end do so, interrupt the rest, and wait; a second Ctrl-C kills the ranks.
 
         Called by the thread that was interrupted.
         """
@@ -136,7 +136,7 @@ class Recovery:
             if self.answers.all_settled(INTERRUPT_SECONDS) or session.closed:
                 return
             with session.lock:
-                self.interrupted = not self.under_way  # else something has failed, and is to be told
+                self.interrupted = not self.under_way  # else a failure came first, and is reported
                 self.begin("interrupted by the user")
                 warned = False
                 while self.under_way and session.closed is None:
@@ -159,7 +159,7 @@ class Recovery:
         )
 
     def signal_busy(self) -> None:
-        """Interrupt what the ranks do that still do something, but for tasks that came before the one that failed."""
+        """Interrupt the ranks that are still busy, except with tasks that came before the one that failed."""
         for rank, number in self._session.pending.busy().items():
             if number >= self._first_failed:
                 self._session.ranks.all[rank].signal(signal.SIGINT)
@@ -209,10 +209,10 @@ class Recovery:
         session.changed.notify_all()
 
     def _with_values(self, again: Sequence[Task], replaced: Sequence[int]) -> Sequence[Task]:
-        """Have values where they were lost with a host, whether a call waits for them or not: the calls that can run
-        again.
+        """Bring values back that were lost with a host, whether a call waits for them or not; gives the calls that can
+        run again.
 
-        Where no rank was replaced it was the move itself that failed: it is tried no more without a call that needs it.
+        If no rank was replaced, the move itself has failed: then it is tried again only if a call needs it.
         """
         session = self._session
         moves = self._moves = moves_of(session, again)
@@ -228,7 +228,7 @@ class Recovery:
         return ready
 
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
-        """Send what the replaced ranks left undone once more."""
+        """Send again what the replaced ranks left undone."""
         session = self._session
         held = [one for task in again for one in (*task.again.arguments, task.again.holds)]
         for values in session.values.unread(held):

@@ -1,4 +1,4 @@
-"""Values of ranks that were replaced, from ranks that hold the same: where nothing outlives a rank, as on GPUs."""
+"""Restoring values of replaced ranks from their replicas, where values don't outlive a rank, as on GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .session_view import Session
 def copy_from_replicas(
     session: Session, call: int, about: Meta, index: int, missing: Collection[int], name: str
 ) -> None:
-    """Give a value of a call, called so, to the ranks that lack it."""
+    """Give a value of a call to the ranks that lack it; `name` is what messages call it."""
     fetch = functools.partial(protocol.FetchValue, call=call, index=index)
     store = functools.partial(protocol.StoreValue, call=call, index=index, spec=about.spec)
     for rank in sorted(missing):
@@ -40,7 +40,7 @@ def _host_of(session: Session, rank: int) -> str:
 
 
 def remedy(session: Session) -> str:
-    """How to go on without a value that nobody has."""
+    """What an error advises if no rank has a value any more."""
     several = session.mesh is not None and session.mesh.hosts is not None
     saved = session.run_state.saved
     go_on = "restore from a checkpoint (none was saved)" if saved is None else f"restore({saved!r})"

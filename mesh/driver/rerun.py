@@ -1,9 +1,9 @@
-"""Which of the calls that a dead rank leaves unfinished are run again, and how they are sent anew.
+"""Which of the calls that a dead rank leaves unfinished run again, and how they are sent again.
 
-A call is pure, and its inputs are held until every rank has its outputs: so it is sent once more, with the same values
-and random keys. What may have had effects (`mesh.run`), what has raised an exception and what had begun to overwrite
-donated memory is not, nor what comes after the latter two. Invariant: calls run again in the order in which they were
-made.
+A call of an @spmd function is pure, and its inputs are held until every rank has its outputs: so it can be sent again,
+with the same values and random keys. Not run again are calls that may have had effects (`mesh.run`), that have raised
+an exception, or that had begun to overwrite donated memory, nor calls after the latter two. Invariant: calls run again
+in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .pending import Again, Task
 from .session_view import Session
 from .values import CallValues
 
-LOSSES = 3  # of ranks, in a row, in one call: then it is the call's fault
+LOSSES = 3  # of ranks in a row in one call: then the call is blamed, and not run again
 logger = logging.getLogger("spmd")
 
 
 def to_rerun(
     tasks: Iterable[Task], overwritten: Callable[[int], bool], checkpoint: str | None
 ) -> tuple[list[Task], str | None]:
-    """The tasks that are to be run again, in order, and why those behind them are not, if there are any.
+    """The tasks that are to be run again, in order, and why those after them are not, if there are any.
 
-    First come those that need no other rank: what others need may be what they read.
+    Tasks that need no other rank come first: they may read what other tasks need.
 
     Args:
-        overwritten: whether donated memory may be other than it was before a region.
-        checkpoint: the last one of the run, if there is one.
+        overwritten: whether a region may have changed donated memory.
+        checkpoint: the run's newest, if there is one.
     """
     found: list[Task] = []
     for task in sorted(tasks, key=_order):
@@ -55,7 +55,7 @@ def to_rerun(
 
 
 def _lost(again: Again, checkpoint: str | None) -> str:
-    """What is said of a call that can't run again, since ranks have overwritten what it read."""
+    """The message for a call that can't run again because ranks have overwritten what it reads."""
     donated = again.holds.donated() if again.holds is not None else ()
     what = f"{', '.join(donated)} of it, donated and lost" if donated else "what a later call was donated, and it reads"
     newest = (
@@ -65,13 +65,13 @@ def _lost(again: Again, checkpoint: str | None) -> str:
 
 
 def _order(task: Task) -> tuple[bool, bool, int]:
-    """What makes values on its own comes first, then what fetches them, then regions."""
+    """The order to run in: tasks that make values on their own, then tasks that fetch values, then regions."""
     fetches = task.again is not None and not task.again.values
     return task.region > 0, fetches, task.number
 
 
 def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
-    """Send a task that lost ranks once more: a region to all, as a new one; else to those that have not done it."""
+    """Send a task again: a region to all ranks, with a new number; another task to ranks that have not done it."""
     again, ranks = task.again, _ranks_to_ask(task, replaced)
     session.regions += task.region > 0
     task.region = session.regions if task.region else 0
@@ -84,7 +84,7 @@ def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
 
 
 def send_read(session: Session, values: CallValues) -> None:
-    """Have the ranks that lack values that were read read them again; nobody waits for it."""
+    """Have the ranks that lack a batch read it again; nobody waits for this task."""
     assert values.read is not None
     ranks = sorted(values.unread_on)
     values.was_read(ranks)
@@ -102,7 +102,7 @@ def _ranks_to_ask(task: Task, replaced: Collection[int]) -> list[int]:
 
 
 def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
-    """What of the outputs of these is needed no more, and would be there again."""
+    """The outputs of these tasks that were freed already, and are made again when the tasks run again."""
     spans: list[int] = []
     for task in tasks:
         for values in task.again.values if task.again is not None else ():

@@ -1,4 +1,4 @@
-"""What a program gives, made ready to be sent to the ranks: values on them travel as names, the rest as bytes."""
+"""Packing a program's objects for the ranks: values on the mesh travel as names, the rest as bytes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .values import CallValues, Values
 
 
 def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, Any]]]) -> wire.Packet:
-    """What a program has given, ready to be sent.
+    """What a program has passed, packed to be sent.
 
     Args:
-        parts: it, piece by piece, and what to call each, asked if it cannot be sent.
+        parts: gives its pieces, with what to call each; asked if it can't be sent.
     """
     try:
         return session.dumps(obj)
@@ -53,10 +53,10 @@ def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, 
 def dumps(
     values: Values, obj: Any, names: list[Any] | None, allocate: Callable[[int], memoryview] | None
 ) -> wire.Packet:
-    """Pickle for the ranks; raises `Unsendable`, or what is wrong with a value in it.
+    """Pickle for the ranks; raises `Unsendable`, or the error of a value in it.
 
     Args:
-        names: takes the names that stand for what stays here.
+        names: a list to which the names used in the pickle are added.
         allocate: see `wire.dumps`.
     """
     raised: list[BaseException] = []
@@ -82,7 +82,7 @@ def dumps(
 
 
 def _name_of(values: Values, obj: Any) -> Any:
-    """The name under which an object is sent; None for what travels itself."""
+    """The name under which an object is sent; None if the object itself is sent."""
     session, mesh = values.session, values.session.mesh
     if isinstance(obj, Remote | Ref):
         return named(obj, session.node.caller)
@@ -119,10 +119,10 @@ def _name_of(values: Values, obj: Any) -> Any:
 def put_message(
     session: Session, values: CallValues, tensors: Sequence[torch.Tensor], specs: tuple[P, ...]
 ) -> tuple[Make, Callable[[], wire.Packet]]:
-    """What has every rank keep its shards of whole tensors, as a call's values; and its content, to be made first.
+    """The message that makes every rank keep its shards of whole tensors, and its content, which must be made first.
 
-    Their bytes lie once in a host's arena, where every rank of it sees them: so they are the mesh's, whatever becomes
-    of the ranks. A block of the arena is the value's for as long as the driver has a name for it.
+    Their bytes lie once in a host's arena, where all its ranks see them, and outlive the ranks. The block of the arena
+    belongs to the values for as long as the driver has a name for them.
     """
     arena = session.ranks.arena if session.lasting else None
     given: list[tuple[int, int, int]] = []
@@ -141,7 +141,7 @@ def put_message(
 
     def content() -> wire.Packet:
         packet = session.dumps([*tensors], allocate=None if arena is None else allocate)
-        if packet.fd is not None and values.given is None:  # each host lays it in memory of its own
+        if packet.fd is not None and values.given is None:  # each host keeps it in its own memory
             values.given = weakref.finalize(values, session.ranks.drop_given, values.number)
             values.given.atexit = False
         return packet

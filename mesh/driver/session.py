@@ -1,8 +1,8 @@
 """The driver's side of a mesh: it sends tasks to the ranks and waits for their answers.
 
-The user's thread sends and waits; one thread per mesh listens (`Receiving`), and what it hears goes to `Recovery`.
-Calls are asynchronous up to a few; a failure surfaces at the call, or at the next use of the mesh or of a value.
-Invariant: every rank is told of every task that is meant for it, or none is.
+The user's thread sends and waits; one thread per mesh listens (`Receiving`), and reports to `Recovery`. A few calls may
+run asynchronously; a failure is raised by the call itself, or at the next use of the mesh or of a value. Invariant:
+either all ranks that a task is meant for are sent it, or none is.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .recovery import Recovery
 from .values import CallValues, Values
 
 CLOSE_SECONDS = 2.0
-_OPTIONS = ("backend", "device", "threads", "seed", "timeout")  # of the mesh, which its ranks are told
+_OPTIONS = ("backend", "device", "threads", "seed", "timeout")  # of the mesh, sent to its ranks
 
 
 class DriverSession(Owned):
     """The ranks of one mesh and the traffic with them.
 
     Args:
-        mesh: whose ranks they are, with what it was given; only its finalizer keeps a session alive longer.
+        mesh: the mesh, with the arguments that it was given; the session only refers to it weakly.
 
     Attributes:
-        values, shipped: what lives on the ranks.
+        values, shipped: what the ranks hold.
         changed: notified when a task is settled, a recovery ends, or the mesh is closed.
         closed: why the mesh is closed, None while it is open.
     """
@@ -59,14 +59,14 @@ class DriverSession(Owned):
         self._mesh, layout = weakref.ref(mesh), mesh.layout
         self.layout: Layout = layout
         self.timeout: float = mesh.timeout
-        self.lasting: bool = mesh.device == "cpu"  # values outlive their ranks, in memory that belongs to the host
+        self.lasting: bool = mesh.device == "cpu"  # values outlive their ranks, in the host's shared memory
         self.reruns: bool = mesh.on_loss == "rerun" and self.lasting
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.values = Values(self)
         self.whole = (type(mesh), Array)  # types that travel as names
         self.shipped = ShippedObjects(self, self.whole)
-        # Of each @spmd function its calls by signature: what is settled at the first call, and then looked up.
+        # For each @spmd function, its calls by signature: made at the first call, and then looked up.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.closed: str | None = None
         self.closing = False
@@ -78,10 +78,10 @@ class DriverSession(Owned):
         self.receiving = Receiving(self._recovery, layout)
         self.options: dict[str, Any] = {name: getattr(mesh, name) for name in _OPTIONS}
         self.options |= {"pinned": mesh.pinned_threads, "copies": 0 if mesh.hosts is None else mesh.copies}
-        self.resizing: Any = None  # ranks of another size that get ready; see `resizing`
-        self.resize_lock = threading.RLock()  # of who gives the mesh another size, or counts on the one that it has
-        self.leaving: threading.Thread | None = None  # sees to the end of those that a resize has told to leave
-        self.switching = 0  # the thread that exchanges the ranks; others wait meanwhile
+        self.resizing: Any = None  # a resize whose new ranks are getting ready; see `resizing`
+        self.resize_lock = threading.RLock()  # held while the mesh's size is changed, or relied on
+        self.leaving: threading.Thread | None = None  # waits for the end of ranks that a resize has told to leave
+        self.switching = 0  # id of the thread that is exchanging the ranks; others wait meanwhile
         ranks = self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
         self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
         try:
@@ -103,11 +103,11 @@ class DriverSession(Owned):
 
     @property
     def quiet(self) -> bool:
-        """Whether no rank has anything to do, or is being replaced; the lock keeps it so."""
+        """Whether no rank is busy or being replaced; it stays so while the caller holds the lock."""
         return not self._recovery.under_way and not self.pending.tasks and self.ranks.all_run()
 
     def hand_over(self, ranks: Ranks, layout: Layout) -> None:
-        """Go on with other ranks, of another layout, to which values are still to be sent; with the lock, and quiet."""
+        """Go on with other ranks, of another layout; the lock must be held, and the session quiet."""
         self.node.close("their mesh was resized", "make them again")
         self.ranks, self.layout = ranks, layout
         self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
@@ -119,7 +119,7 @@ class DriverSession(Owned):
         return mesh.describe() if mesh is not None else "a mesh"
 
     def new_values(self) -> CallValues:
-        """Room for the values of a call that is about to be sent."""
+        """A place for the values of a call that is about to be sent."""
         return self.values.of_call(next(self.numbers))
 
     def dumps(
@@ -151,17 +151,17 @@ class DriverSession(Owned):
         """Send a task to ranks (all by default).
 
         Args:
-            make: the message, from what all tasks begin with (see `protocol.Task`).
-            content: its content.
-            region: the other ranks pass through the region too, so that nobody waits for them in vain.
+            make: makes the message, given the fields that all tasks begin with (see `protocol.Task`).
+            content: makes its content.
+            region: whether it is a region; then the other ranks pass through it, so that nobody waits for them in vain.
             future: takes the first rank's result, or the failure.
             last_results, compare: see `Task`.
-            needs: of the values whose names are in the message those that a rank may lack, as (those of a call,
-                index, and what to call it); asked once all ranks are there, since one that was replaced has none.
-            name: of what may be run again when a rank dies, for messages; None: it may not.
+            needs: gives those of the values named in the message that some rank lacks, as (a call's values, index, what
+                to call it). Asked when all ranks are there, since a rank that was replaced may lack values.
+            name: for messages, if the task may run again when a rank dies; None if it may not.
             holds, arguments, values: see `Again`.
-            layout: of the mesh that it is made for; that it has now by default.
-            reported: whoever waits for the task hears of a failure, and no other thread that uses the mesh meanwhile.
+            layout: the mesh's layout that the task is made for; by default the current one.
+            reported: a failure is raised only where this task is waited for, not in other threads that use the mesh.
         """
         if self.lock._is_owned():  # type: ignore[attr-defined]
             problem = "the handler of a signal, or a finalizer, made a call in the middle of another call"
@@ -171,7 +171,7 @@ class DriverSession(Owned):
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(sorted({*range(layout.size)}.difference(chosen)))
         while True:
-            generation = self.ranks.generation  # before all that is asked of it
+            generation = self.ranks.generation  # read before anything below depends on it
             self.ready()
             for needed, *which in needs():
                 needed.restore(*which)
@@ -191,7 +191,7 @@ class DriverSession(Owned):
                     known = {} if last_results is None else last_results
                     task = Task(number, chosen, at, future, known, compare, again, reported)
                     with uninterrupted():
-                        # What nothing here refers to any more goes with the task.
+                        # What nothing here refers to any more is freed on the ranks with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
                         self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
@@ -204,7 +204,7 @@ class DriverSession(Owned):
                     return task
             finally:
                 if task is None or again is None:
-                    packet.close()  # else when the task is over
+                    packet.close()  # else it is closed when the task is over
 
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
@@ -228,7 +228,7 @@ class DriverSession(Owned):
             while True:
                 self.check_open()
                 self.pending.raise_unseen()
-                # Who has ended is about to be noticed.
+                # A rank's process that has ended will be noticed soon.
                 exchanged = self.switching not in (0, threading.get_ident())
                 if not self._recovery.under_way and not exchanged and self.ranks.all_run():
                     return
@@ -287,7 +287,7 @@ class DriverSession(Owned):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, why: str = "Mesh.close() was called") -> None:
-        """Stop the ranks when they are done; raises an error that nobody has seen yet."""
+        """Stop the ranks when they have finished their tasks; raises an error that nobody has seen yet."""
         if self.closed is not None or self.foreign:
             return
         open_sessions.discard(self)
@@ -298,7 +298,7 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        self.node.close(why)  # so that no end of a rank is taken for its death
+        self.node.close(why)  # first, so that the end of a rank is not taken for its death
         with self.lock:
             self.closing = True
             self.tell(protocol.Exit())
@@ -310,7 +310,7 @@ class DriverSession(Owned):
             raise failed
 
     def shut(self, why: str) -> None:
-        """Kill what still runs, and give everything back."""
+        """Kill what still runs, and release everything."""
         self.check_owner()
         if self.closed is not None:
             return

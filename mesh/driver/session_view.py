@@ -1,6 +1,6 @@
-"""The driver's session as the files see it that it is made of: they cannot import it, since it imports them.
+"""The driver's session as a type for the files that it imports, which therefore can't import it.
 
-What a file needs besides, which may need this one in turn, it adds to `Session` in its own place.
+It leaves out parts whose types import this file: a file that needs one of these extends `Session` for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .ranks import Ranks
 
 
 class Session(Protocol):
-    """What all may use of the driver's session."""
+    """What all these files may use of the driver's session."""
 
     changed: threading.Condition
     closed: str | None

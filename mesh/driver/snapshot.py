@@ -1,11 +1,11 @@
-"""When a function must be sent to the ranks again: a cheap look at what it refers to.
+"""When a function must be sent to the ranks again: a cheap check of what it refers to.
 
 Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
 their parameters. A change deeper than that, or in a large container or NumPy array, is not noticed.
-The first look finds out where there is something to read, and later ones read there again.
-Invariant: a snapshot keeps nothing alive, but for small built-in values and containers too deep to look into.
+The snapshot records where it read something, so that later checks read the same places again.
+Invariant: a snapshot keeps nothing alive except small built-in values and containers too deep to look into.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ...kernels.errors import MeshError, SpmdError, message
 from .. import wire
 from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, readers_of, used_by
 
-_LOOKED_AT = 4096  # values in all
-_DEEPEST = 16  # levels into what can't be pickled
-_ARRAY_BYTES = 1 << 16  # of a NumPy array that is compared by content
+_LOOKED_AT = 4096  # values at most
+_DEEPEST = 16  # levels of what can't be pickled are searched for the cause
+_ARRAY_BYTES = 1 << 16  # NumPy arrays up to this size are compared by content
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
 
 
 class Snapshot:
-    """What a function refers to, as it is now.
+    """The state of what a function refers to.
 
     Args:
         whole: types whose instances are not looked into.
@@ -47,13 +47,13 @@ class Snapshot:
     """
 
     def __init__(self, function: Any, whole: tuple[type, ...] = ()):
-        # Where to read: at which of the things found so far, of which type that is, how, and how many are found there.
+        # Where to read: the index of an object found so far, its type, how to read it, and how many parts that gives.
         self._reads: list[tuple[int, weakref.ref[type], Reader, int]] = []
-        # Containers that were found again, and where they were read.
+        # Containers that were found again: their index, and the index where they were read.
         self._again: list[tuple[int, int]] = []
         found, depths = [function], [0]
-        seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was met, and where
-        into: set[int] = set()  # containers of which the entries are compared, and so no matter which object holds them
+        seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was found, and its index there
+        into: set[int] = set()  # containers whose entries are compared, so that their identity does not matter
         at = 0
         while at < len(found):
             obj, depth = found[at], depths[at]
@@ -79,7 +79,7 @@ class Snapshot:
         self._compared(found, into)
 
     def _compared(self, found: list[Any], into: set[int]) -> None:
-        """Keep what there is to compare of what was found."""
+        """Keep what is needed to compare what was found: references, values or identities."""
         referred: list[int] = []
         equal: list[int] = []
         same: list[int] = []
@@ -93,14 +93,14 @@ class Snapshot:
                     referred.append(at)
                 except TypeError:
                     same.append(at)
-        # At least two, or it gives no tuple.
+        # With two extra indices, so that each always gives a tuple.
         self._referred = operator.itemgetter(0, 0, *referred)
         self._equal, self._same = operator.itemgetter(0, 0, *equal), operator.itemgetter(0, 0, *same)
         self._values, self._objects = self._equal(found)[2:], self._same(found)[2:]
         self._types = tuple(map(type, self._values))
 
     def unchanged(self, function: Any) -> bool:
-        """Whether all is as it was."""
+        """Whether everything is as it was."""
         found = [function]
         for at, kind, read, count in self._reads:
             obj = found[at]
@@ -125,7 +125,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
-    """How to look at an object and inside it, and how deep what is found is."""
+    """The ways to look at an object and inside it, each with the depth of what it finds."""
     readers = readers_of(obj, depth)
     if isinstance(obj, torch.Tensor):
         readers.append((_changes_of_one, DEPTH))
@@ -145,14 +145,15 @@ def _bytes_in(array: Any) -> list[Any]:
 
 
 def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """What a change makes different: torch's count misses `tensor.data = other` and `module.double()`.
+    """Numbers that differ after a change: versions, addresses, dtypes, and the first and last word of each tensor.
 
-    It misses `tensor.data.mul_(0.99)`, too, an average of weights for one, which the words at both ends show.
+    Torch's version misses `tensor.data = other` and `module.double()`. It also misses `tensor.data.mul_(0.99)`, as in
+    an average of weights, which the words show.
     """
     numbers = torch_private.versions(tensors)
     try:
         addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # of one without memory of its own
+    except RuntimeError:  # one has no memory of its own
         addresses = list(map(_address_of, tensors))
     numbers += addresses
     numbers += [id(tensor.dtype) for tensor in tensors]
@@ -200,13 +201,13 @@ def typed_sources(function: Any) -> dict[str, list[str]]:
 
 
 def remember_sources(sources: dict[str, list[str]]) -> None:
-    """Have such source lines at hand, on a rank."""
+    """Keep such source lines on a rank, for tracebacks."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def largest_part(function: Any) -> str:
-    """The largest thing that a function takes with it, by name and size; empty if it takes no tensor or array."""
+    """The largest object that travels with a function, by name and size; empty if no tensor or array does."""
     sizes = [
         (_bytes_of(value), f"{name!r}, used in {one.__qualname__}")
         for one in functions_of(function)
@@ -225,7 +226,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
-    """Which of the things that a function refers to can't be pickled, for the message; empty if none is found.
+    """Which of the objects that a function refers to can't be pickled, for the message; empty if none is found.
 
     Args:
         whole: types that travel as names.
@@ -256,11 +257,11 @@ def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] 
 def sending_result(
     parts: Callable[[], Iterable[tuple[str, Any]]], where: Callable[[], str], whole: tuple[type, ...] = ()
 ) -> Iterator[None]:
-    """Pickle what a function returned in a `with` block, or say what of it can't be sent from its rank.
+    """If the block, which pickles what a function returned, fails, say which part can't be sent from its rank.
 
     Args:
-        parts: it, piece by piece, and what to call each.
-        where: on which rank, for the message.
+        parts: gives the result, piece by piece, with what to call each.
+        where: gives the rank, for the message.
         whole: types that travel as names.
     """
     try:
@@ -291,7 +292,7 @@ def _error_of(value: Any, whole: tuple[type, ...]) -> Exception | None:
 
 
 def _path_within(value: Any, whole: tuple[type, ...], error: Exception) -> tuple[str, Exception]:
-    """Where in a value that can't be pickled the part lies for which it can't, as `.writer.lock`, and the error."""
+    """The path to the part for which a value can't be pickled, such as `.writer.lock`, and that part's error."""
     path, held = "", [value]
     while len(held) < _DEEPEST:
         for step, inside in _named_parts(value):
@@ -306,7 +307,7 @@ def _path_within(value: Any, whole: tuple[type, ...], error: Exception) -> tuple
 
 
 def _named_parts(value: Any) -> list[tuple[str, Any]]:
-    """What an object holds, and how a program would write it."""
+    """The parts of an object, each with how a program would access it."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, list | tuple):

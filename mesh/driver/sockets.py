@@ -1,7 +1,7 @@
-"""One thread that listens to many descriptors, and to ranks of this host among them: what they say, print, and end by.
+"""One thread that listens to many descriptors, such as those of this host's ranks: answers, output, and deaths.
 
-The driver's receiver, the process on each host, and who waits for ranks that get ready hear ranks so. Invariant: what
-is heard of a rank is told in the order of its answers, and nothing is told of one that has ended.
+Used by the driver's receiver, by the process on each host, and while new ranks get ready for a resize. Invariant: a
+rank's events are reported in the order of its answers, and nothing is reported of a rank that has ended.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Listening:
-    """A selector that other threads can wake; with a descriptor is registered what takes the events it is ready for.
+    """A selector that other threads can wake; each descriptor is registered with a function that takes its events.
 
     Args:
-        woken: called by the thread that listens, once it was.
+        woken: called by the thread that listens, after another thread has woken it.
     """
 
     def __init__(self, woken: Callable[[], None] = lambda: None):
@@ -35,8 +35,8 @@ class Listening:
         self.selector.register(self._pipe[0], READ, self._drain)
 
     def wake(self) -> None:
-        """Have the thread call `woken`; from any thread."""
-        with contextlib.suppress(OSError):  # full of wakes, or closed
+        """Have the listening thread call `woken`; may be called by any thread."""
+        with contextlib.suppress(OSError):  # the pipe is full of wakes, or closed
             os.write(self._pipe[1], b"!")
 
     def _drain(self, events: int) -> None:
@@ -45,11 +45,11 @@ class Listening:
         self._woken()
 
     def select(self, seconds: float | None = None) -> list[Callable[[], None]]:
-        """Wait until descriptors are ready: what is to be done for each."""
+        """Wait until descriptors are ready; gives what to call for each."""
         return [functools.partial(key.data, events) for key, events in self.selector.select(seconds)]
 
     def forget(self, source: Any) -> None:
-        """Listen to a descriptor no more."""
+        """Stop listening to a descriptor."""
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(source)
 
@@ -63,8 +63,8 @@ class RankSockets(Listening):
     """Listens to ranks.
 
     Args:
-        said, printed, ended: told of a rank with what it has said, that it may have printed something, and that its
-            process has ended.
+        said, printed, ended: called with a rank (and its packets), when it has sent something, when it may have
+            printed something, and when its process has ended.
         flush: sends what a rank's socket did not take before; whether that was all.
     """
 
@@ -91,12 +91,12 @@ class RankSockets(Listening):
             self.forget(source)
 
     def when_writable(self, rank: Rank) -> None:
-        """Flush a rank's socket as soon as it takes more; from any thread."""
+        """Flush a rank's socket as soon as it takes more; may be called by any thread."""
         self._blocked.add(rank)
         self.wake()
 
     def output_of(self, rank: Rank) -> Iterator[tuple[str, bytes]]:
-        """What a rank has printed and nobody has read yet, by stream; one thread at a time may ask."""
+        """What a rank has printed that is not read yet, by stream; for one thread at a time."""
         for stream, fd in list(rank.pipes.items()):
             while data := rank.read(stream):
                 yield stream, data
@@ -108,7 +108,7 @@ class RankSockets(Listening):
             self._watch(rank, READ | WRITE)
 
     def _watch(self, rank: Rank, events: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it died, and is not listened to any more
+        with contextlib.suppress(KeyError, ValueError):  # it has died, and is not listened to any more
             self.selector.modify(rank.connection, events, functools.partial(self._answer, rank))
 
     def _answer(self, rank: Rank, events: int) -> None:
@@ -122,7 +122,7 @@ class RankSockets(Listening):
             if packets is None:
                 self.forget(rank.connection)  # it has ended, or is about to
             elif packets:
-                self._printed(rank)  # what it printed before it answered comes first
+                self._printed(rank)  # first, what it printed before it answered
                 self._said(rank, packets)
 
     def _print(self, rank: Rank, events: int) -> None:

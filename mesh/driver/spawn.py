@@ -1,4 +1,4 @@
-"""The driver's handle on its zygote: one for the process, started with the first mesh, and one that stands by."""
+"""The driver's handle on its zygote: one for each process, started with the first mesh, and a second that stands by."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..rank import memory
 from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
 from ..rank.interrupts import uninterrupted
 
-# No other import comes before the path is set: a file in the current folder might go by that name.
-# The first thing is to end with the driver, as it is later with a look at it: importing takes seconds.
+# Nothing else is imported before the path is set: a file in the current folder might have the same name.
+# First of all, make it end with the driver by PDEATHSIG, since importing takes seconds; later it watches the driver.
 _BOOT = (
     "import sys; fd, pid, *sys.path[:] = sys.argv[1:]; import ctypes, os; end = ctypes.CDLL(None).prctl; end(1, 9); "
     "os.getppid() == int(pid) or os._exit(1); "
-    "import gc; gc.disable(); "  # of what is imported nothing is garbage
+    "import gc; gc.disable(); "  # what is imported leaves no garbage
     "from spmd.mesh.rank.zygote import main; end(1, 0); main(int(fd), int(pid))"
 )
-_SILENT_SECONDS = 2.0  # after which it is looked whether it has been stopped
-_TRIES = 3  # a zygote that is killed is replaced, as its ranks are
+_SILENT_SECONDS = 2.0  # then it is continued, in case it was stopped
+_TRIES = 3  # of forking: a zygote that was killed is replaced, as are its ranks
 
 
 class ZygoteLost(MeshError):
@@ -39,7 +39,7 @@ class ZygoteLost(MeshError):
 
 
 class Zygote:
-    """A running zygote; `fork` makes a rank of it."""
+    """A running zygote; `fork` makes a rank from it."""
 
     def __init__(self) -> None:
         self.driver_pid = os.getpid()
@@ -64,13 +64,13 @@ class Zygote:
             pass_fds=[theirs.fileno()],
             env={**os.environ, "GLIBC_TUNABLES": tunables},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is the driver's to hand on
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches the driver only
         )
 
     def fork(self, request: Message, fds: list[int]) -> tuple[int, int]:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module, or another zygote; pid and pidfd."""
         with self._lock:
-            if self._control.fileno() < 0:  # another mesh has found it lost, and has closed it
+            if self._control.fileno() < 0:  # another mesh found that it was gone, and closed it
                 raise self._lost("is gone")
             if not self._ready:
                 self._await()
@@ -91,27 +91,27 @@ class Zygote:
                     self.exits[reply.pid] = reply.status
 
     def next(self) -> Zygote | None:
-        """What takes the place of this one, which has been killed; None if there is nothing."""
+        """The zygote that replaces this one, which was killed; None if there is none."""
         if self._next is None or not self._next.alive:
             self.stand_alone()
         one, self._next = self._next, None
         return one
 
     def stand_by(self) -> None:
-        """Have another stand by."""
+        """Have another zygote stand by."""
         if self._next is None or not self._next.alive:
             self.stand_alone()
             with contextlib.suppress(MeshError, OSError):  # it is not needed yet, and may be made next time
                 self._next = StandingBy(self)
 
     def stand_alone(self) -> None:
-        """Have none stand by any more."""
+        """End the zygote that stands by."""
         one, self._next = self._next, None
         if one is not None:
             one.close()
 
     def _await(self) -> None:
-        """Wait until it has said something, or is gone; if it has been stopped it goes on."""
+        """Wait until it has sent something, or is gone; if it was stopped, continue it."""
         readable = select.poll()
         readable.register(self._control, select.POLLIN)
         while not readable.poll(1000 * _SILENT_SECONDS):
@@ -119,7 +119,7 @@ class Zygote:
 
     def _lost(self, how: str) -> MeshError:
         code = self._process.wait()
-        killed = code < 0  # by somebody; else it has failed, and would again
+        killed = code < 0  # else it has failed by itself, and would again
         remedy = "see who kills it" if killed else "its error output says why; check that `import spmd` works"
         problem = f"the process that ranks are forked from {how}"
         return (ZygoteLost if killed else MeshError)(message(problem, got=f"exit code {code}", remedy=remedy))
@@ -151,26 +151,26 @@ class Zygote:
     def close(self) -> None:
         if self.driver_pid == os.getpid():
             self.stand_alone()
-            with self._lock:  # not while another mesh waits for what it says
+            with self._lock:  # not while another mesh waits for its answer
                 self._control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
 
 
 class StandingBy(Zygote):
-    """A zygote that was forked from another, and takes its place."""
+    """A zygote that was forked from another, to take its place."""
 
     def __init__(self, one: Zygote):
         self._fork = one.fork
         super().__init__()
-        del self._fork  # and with it the other
+        del self._fork  # the reference to the other zygote
 
     def _started(self, theirs: socket.socket) -> Any:
         return ForkedProcess(*self._fork(StandBy(), [theirs.fileno()]))
 
 
 class ForkedProcess:
-    """A process of which a pidfd is known, with what is used of `subprocess.Popen`."""
+    """A process known by its pidfd, with the methods of `subprocess.Popen` that are used here."""
 
     def __init__(self, pid: int, pidfd: int):
         self.pid, self._pidfd = pid, pidfd
@@ -188,10 +188,10 @@ class ForkedProcess:
         return code
 
     def _code_after(self, seconds: float) -> int | None:
-        """The exit code, once it has ended; of what is no child of this process it is not known."""
+        """The exit code, if it has ended; if it is no child of this process, its code counts as SIGKILL's."""
         if not ended(self._pidfd, seconds):
             return None
-        with self._lock:  # it is told once
+        with self._lock:  # `waitid` gives it only once
             if self._code is None:
                 try:
                     found = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
@@ -209,7 +209,7 @@ class ForkedProcess:
 
 
 def fork_rank(request: RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
-    """Fork a rank from this process's zygote, or from a new one where that has been killed: it, the pid and a pidfd."""
+    """Fork a rank from this process's zygote (a new one if it was killed); gives that zygote, the pid and a pidfd."""
     for left in reversed(range(_TRIES)):
         one = zygote()
         try:
@@ -224,19 +224,19 @@ def fork_rank(request: RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
 
 
 _zygote: Zygote | None = None
-_meshes = 0  # that have ranks of it
+_meshes = 0  # how many have ranks forked from it
 _lock = threading.Lock()
 
 
 def mesh_begins() -> None:
-    """Ranks of a mesh are about to be forked."""
+    """Note that ranks of a mesh are about to be forked."""
     global _meshes
     with _lock:
         _meshes += 1
 
 
 def mesh_ends() -> None:
-    """The ranks of a mesh have ended; with the last there is nothing more to stand by for."""
+    """Note that the ranks of a mesh have ended; after the last mesh no zygote stands by."""
     global _meshes
     with _lock:
         _meshes -= 1
@@ -245,7 +245,7 @@ def mesh_ends() -> None:
 
 
 def use(one: Zygote) -> None:
-    """Fork ranks from this one as long as it lives."""
+    """Fork ranks from this zygote as long as it lives."""
     global _zygote
     _zygote = one
     atexit.register(one.close)

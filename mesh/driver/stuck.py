@@ -1,10 +1,10 @@
 """Ranks that are stuck: stopped, or waiting for what never comes. They are killed, and then count as dead.
 
-Dead is known at once, slow is no fault, and stuck is what does nothing at all: a rank that somebody waits for, and that
-for `grace` seconds neither comes to another task or region nor uses the processor (it, or what it has started). Ranks
-that wait for others in a collective look for them many times a second, and so are none; nor is one that may wait, by a
-lock of files say, for a program that another rank has started: compilers do. Invariant: a rank that is traced by a
-debugger, or at the prompt of one, is left alone, and so are its peers.
+A death is noticed at once, and being slow is no fault. A rank is stuck if somebody waits for it and for `grace` seconds
+it begins no task or region and uses no processor time (nor does what it has started). Ranks that wait for others in a
+collective poll many times a second, so they are not stuck. Nor is a rank that may be waiting, at a lock file say, for a
+program that another rank has started, as compilers do. Invariant: a rank that a debugger traces, or that is at a
+debugger's prompt, is left alone; in the latter case so are its peers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ...kernels.processes import status_of
 from ..display.stacks import stacks_of
 from .session_view import Session
 
-LOOKS = 8  # in the grace
-IDLE = 1e-3  # of a processor, up to which a rank does nothing
+LOOKS = 8  # how often to look in the grace time
+IDLE = 1e-3  # a rank that uses no more than this part of a processor does nothing
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,8 +31,8 @@ class _Mark:
     """When a rank was last seen to do something, and how far it had got.
 
     Attributes:
-        cpu_ticks: processor time, of it and of what it has started.
-        helpers: that of what all ranks have started.
+        cpu_ticks: processor time in nanoseconds, of it and of the processes it has started.
+        helpers: processor time of the processes that all ranks have started.
     """
 
     at: float
@@ -42,22 +42,22 @@ class _Mark:
     helpers: int
 
     def moved(self, later: _Mark, least: float, *, alone: bool) -> bool:
-        """Whether something was done until later, by this rank or, unless alone, by what others have started.
+        """Whether this rank, or (unless `alone`) a process that any rank has started, has done something since.
 
-        What ends takes its time with it.
+        Times may shrink, since those of processes that have ended no longer count.
         """
         helped = not alone and abs(later.helpers - self.helpers) > least
         return helped or abs(later.cpu_ticks - self.cpu_ticks) > least
 
 
 class Stuck:
-    """Looks for stuck ranks of one mesh; asked by the thread that listens to them.
+    """Looks for stuck ranks of one mesh; called by the thread that listens to them.
 
     Args:
-        grace: seconds; infinite: nobody is ever taken to be stuck.
+        grace: seconds; infinite: no rank ever counts as stuck.
 
     Attributes:
-        killed: what is said of ranks that were killed here, by process.
+        killed: pid -> why that rank was killed here, for messages.
     """
 
     def __init__(self, session: Session, grace: float):
@@ -73,11 +73,11 @@ class Stuck:
         if now < self._next or self._grace == float("inf"):
             return
         if now - self._next > 2 * self.pause:
-            self._marks.clear()  # nobody has looked for long: this process was stopped itself, perhaps
+            self._marks.clear()  # the last look was long ago: perhaps this process itself was stopped
         self._next = now + self.pause
         session = self._session
         with session.lock:
-            awaited, ranks = session.pending.awaited(), session.ranks  # which a resize exchanges
+            awaited, ranks = session.pending.awaited(), session.ranks  # read together: a resize exchanges the ranks
             board = ranks.arena
         if board is None or (awaited and board.in_debugger()):
             self._marks.clear()
@@ -100,7 +100,7 @@ class Stuck:
             if mark is None or mark.pid != pid:
                 self._marks[rank] = now_at
             elif not (stopped or waited_for) or state.startswith(("D", "t")) or traced:
-                self._marks[rank] = now_at  # nobody waits; or the kernel, or a debugger is at it
+                self._marks[rank] = now_at  # nobody waits for it; or it is in the kernel, or traced
             elif now_at.where != mark.where or mark.moved(now_at, 1e9 * IDLE * self._grace, alone=stopped):
                 self._marks[rank] = now_at
             elif now - mark.at >= self._grace:
@@ -108,9 +108,9 @@ class Stuck:
                 self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
 
     def end_timed_out(self, ranks: Iterable[int], seconds: float) -> None:
-        """Kill ranks that are still in a call so many seconds after it has failed, if that is longer than the grace.
+        """Kill ranks that are still in a call `seconds` after it has failed, if that is longer than the grace.
 
-        They compute, for all that can be seen, but nothing that anybody will ask for: a loop in C, say.
+        They use the processor (in a loop in C, say), but nobody will want what they compute.
         """
         board = self._session.ranks.arena
         if seconds < self._grace or board is None or board.in_debugger():
@@ -134,7 +134,7 @@ class Stuck:
 
 
 def _nanoseconds(pid: int) -> tuple[int, int]:
-    """Processor time of a process, and of those that it has started and that still run."""
+    """Processor time of a process, and that of the processes it has started that still run."""
     own = started = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):

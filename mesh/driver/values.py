@@ -1,7 +1,7 @@
-"""Values that live on a driver's ranks: who refers to them here, when they go, and where they are missing.
+"""Values that live on a driver's ranks: which Arrays refer to them, when they are freed, and where they are missing.
 
-A value's name is (number of the call that made it, index). Invariant: a value is on every rank for as long as an
-`Array` here stands for it, or it is noted as missing on the ranks that were replaced since.
+A value's name is (number of the call that made it, index). Invariant: as long as an `Array` here stands for a value, it
+is on every rank, or is noted as missing on ranks that were replaced since.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .session_view import Session
 
 
 class Watch(weakref.ref):
-    """Puts itself into a queue when an Array, or the values of a call, are gone, without a line of Python: in one,
-    a Ctrl-C that came then would be lost.
+    """Puts itself into a queue when an Array, or the values of a call, are gone. No line of Python runs for that: a
+    Ctrl-C that came during one would be lost.
 
     Attributes:
-        values: those that the Array was one of; None: it is values that are watched.
-        number: the index of the Array; of values, the number of their call.
+        values: of a watched Array, the values of its call; None if it is a call's values that are watched.
+        number: of a watched Array, its index; of a call's values, the number of the call.
     """
 
     __slots__ = ("number", "values")
@@ -45,17 +45,17 @@ class Watch(weakref.ref):
 class CallValues:
     """The values that a call leaves on the ranks; see `array.Source`.
 
-    If it goes before Arrays were made of them, they go, too.
+    If this object is deleted before Arrays were made, the values are freed.
 
     Attributes:
         number, task: the call's number, and the call.
         missing: index -> the ranks that were replaced since, and lack the value.
-        unread_on: the ranks that were replaced since, and have not read what can be read again.
+        unread_on: the ranks that were replaced since, and have yet to read again what can be read again.
         named: index -> the Array, if a rank was sent its name.
-        tells_numbers: the call's answers have the numbers among its values, so that these need not be fetched.
-        freed: the names of those that are gone while others are not.
-        read: what has a rank read them, if they are read (`protocol.FillValues`).
-        given: gives back the driver's memory that they lie in, if they do.
+        tells_numbers: the call's answers contain the numbers among its values, so that these need not be fetched.
+        freed: the names of values that were freed while others were not.
+        read: makes the task that reads them, if they are a batch (`protocol.FillValues`).
+        given: releases the driver's part of the arena that they lie in, if they do.
     """
 
     __slots__ = (
@@ -79,9 +79,9 @@ class CallValues:
         self._find: Callable[[], Sequence[Meta]] | None = None
         self.tells_numbers = False
         self._prints = b""
-        self._live: int | None = None  # the Arrays that there are, once they were made
-        self._ids: list[int] = []  # of those that were made
-        self._gone: list[int] = []  # indexes of those that are gone, and that the ranks have not been told of
+        self._live: int | None = None  # how many Arrays are alive, once they were made
+        self._ids: list[int] = []  # of all Arrays
+        self._gone: list[int] = []  # indices of Arrays that are gone, which the ranks have not been told yet
         self.donated: dict[int, str] = {}
 
     def arrays(
@@ -95,8 +95,8 @@ class CallValues:
 
         Args:
             task: the call that makes them.
-            hints: what it made the last time.
-            find: what it makes now, asked once it is over; None: the hints are right.
+            hints: shapes, dtypes and specs of the last such call.
+            find: gives those of this call, once it is over; None: the hints are right.
         """
         self.task, self.hints, self._find, self.deal = task, hints, find, deal
         mesh, count = self.session.mesh, len(hints)
@@ -111,12 +111,12 @@ class CallValues:
 
     @property
     def ids(self) -> list[int]:
-        """Of the Arrays of them, while all of these live; else none."""
+        """The ids of all Arrays, if all are alive; else empty."""
         self._values.sort()
         return [] if self._gone or self._live != len(self._ids) else self._ids
 
     def restore(self, index: int, name: str = "a value on this mesh") -> None:
-        """Have a value, called so, on all ranks, also on replaced ones: read again, or from who has the same."""
+        """Bring a value (`name` in messages) to replaced ranks: read it again, or copy it from ranks that have it."""
         self.check(self.session)
         if not self.missing.get(index):
             return
@@ -134,24 +134,24 @@ class CallValues:
             raise
 
     def not_read(self, ranks: Iterable[int]) -> None:
-        """These ranks lack what can be read again."""
+        """Note that these ranks lack what can be read again."""
         self.unread_on.update(ranks)
         self.missing = {index: set(self.unread_on) for index in range(len(self.hints))}
 
     def was_read(self, ranks: Iterable[int]) -> None:
-        """These ranks have what can be read again."""
+        """Note that these ranks have what can be read again, or will have read it before they do anything else."""
         self.unread_on.difference_update(ranks)
         self.missing = {index: set(self.unread_on) for index in self.missing if self.unread_on}
 
     def freed_names(self) -> Spans:
-        """Those of its values that the ranks were told to free."""
+        """The names of the values that the ranks were told to free."""
         return (self.number, 0, ALL) if self._live is not None and self._live <= 0 else tuple(self.freed)
 
     def was_freed(self, index: int) -> bool:
         return any(start <= index < stop for _, start, stop in each_span(self.freed_names()))
 
     def gone(self) -> Spans:
-        """The names of the values of which there is no Array any more, and that the ranks have not been told of."""
+        """The names of values that no Array stands for any more, to be told to the ranks now."""
         assert self._live is not None
         indexes, self._gone = sorted(self._gone), []
         self._live -= len(indexes)
@@ -171,37 +171,37 @@ class CallValues:
         return (self._live or 0) - len(self._gone)
 
     def settle(self) -> Sequence[Meta]:
-        """Shapes, dtypes and specs, once the call is over; raises what went wrong in it."""
+        """Wait for the call; gives shapes, dtypes and specs, or raises the call's error."""
         if self._metas is None:
             if self.task is not None:
                 self.take_numbers(self.session.wait(self.task))
-            find, self.task = self._find, None  # another thread may be here, too
+            find, self.task = self._find, None  # read before it is cleared: another thread may be here, too
             self._metas = self.hints = self.hints if find is None else find()
         return self._metas
 
     @property
     def made(self) -> bool:
-        """Whether there are Arrays of them, or the last of those is gone; else their call has yet to make them."""
+        """Whether Arrays were made of them (they may be gone since)."""
         return self._live is not None
 
     def was_cut(self, specs: dict[int, P]) -> None:
-        """The mesh has another size: values of a call that is over are cut so from now on; those not named are gone."""
+        """Note how values are cut on a mesh of another size; their call is over, and values not in `specs` are gone."""
         if self.given is not None:
-            self.given.detach()  # of memory that is no more
+            self.given.detach()  # that memory no longer exists
         metas = list(self.settle())
         for index, spec in specs.items():
             metas[index] = meta(metas[index].shape, metas[index].dtype, spec)
         self._metas = self.hints = metas
 
     def take_numbers(self, task: Task) -> None:
-        """Keep the numbers that the answers of the call, which is over, told."""
+        """Keep the numbers in the answers of the call, which is over."""
         if self.tells_numbers:
             self._prints = task.prints[task.ranks[0]]
 
     def check(self, session: Any) -> None:
-        """Raise what went wrong in the call, if that is known, without waiting.
+        """Raise the call's error if it is known by now, without waiting.
 
-        Refuses values of ranks that are no more, too: names begin anew when a mesh is restarted.
+        Also refuses values from before a restart of the mesh, which uses the same names again.
         """
         if self.session is not session:
             raise MeshError(
@@ -251,16 +251,16 @@ class Values:
 
     def __init__(self, session: Session):
         self.session = session
-        self._garbage: deque[Watch] = deque()  # what watched Arrays, and values of calls, that are gone
-        self._calls: dict[int, Watch] = {}  # of the values of each call
-        # Of their Arrays; here, since one that becomes garbage together with what it watches is not called back.
+        self._garbage: deque[Watch] = deque()  # watches of Arrays, and of calls' values, that are gone
+        self._calls: dict[int, Watch] = {}  # number of a call -> the watch of its values
+        # Watches of their Arrays, held here: one that became garbage together with its Array would not be called.
         self._arrays: dict[int, list[Watch]] = {}
-        self._to_make: set[int] = set()  # calls of whose values there are no Arrays yet
-        self._dropped: list[int] = []  # those of which there never will be
-        self._partly: set[CallValues] = set()  # of which Arrays are gone that the ranks have not been told of
+        self._to_make: set[int] = set()  # calls without Arrays of their values as yet
+        self._dropped: list[int] = []  # calls whose values went before Arrays were made
+        self._partly: set[CallValues] = set()  # some of their Arrays are gone, which the ranks have not been told
 
     def of_call(self, number: int) -> CallValues:
-        """Room for the values of a call that is about to be sent."""
+        """A place for the values of a call that is about to be sent."""
         with uninterrupted():
             values = CallValues(self, self.session, number)
             self._calls[number] = watch = Watch(values, self._garbage.append)
@@ -269,7 +269,7 @@ class Values:
         return values
 
     def watch(self, values: CallValues, arrays: Sequence[Array]) -> None:
-        """Have the ranks be told which of the Arrays of a call are gone."""
+        """Watch the Arrays of a call, so that the ranks are told which of them are gone."""
         watches = [Watch(array, self._garbage.append) for array in arrays]
         for index, watch in enumerate(watches):
             watch.number, watch.values = index, values
@@ -278,8 +278,8 @@ class Values:
             self._arrays[values.number] = watches
 
     def sort(self) -> None:
-        """Have the values of calls know which of their Arrays are gone."""
-        if not self._garbage or self.session.foreign:  # in a fork the lock may be taken by a thread that is not there
+        """Take the queue of what is gone, and note it with the values of each call."""
+        if not self._garbage or self.session.foreign:  # a thread that a fork lacks may hold its lock
             return
         with self.session.lock, uninterrupted():
             while self._garbage:
@@ -315,19 +315,19 @@ class Values:
         return tuple(spans)
 
     def of_calls(self, *, read: bool) -> list[CallValues]:
-        """Those of each call, of the calls that read them or of the others."""
+        """The values of all calls that read them (`read`), or of all others."""
         return [values for values in self._all() if (values.read is not None) == read]
 
     def needed(self) -> tuple[tuple[int, ...], Spans]:
-        """What a rank in the place of a dead one is to keep of its values: of these calls, all but some."""
+        """What a replacement rank is to keep of the dead one's values: the calls, and the names among them to free."""
         calls = self.of_calls(read=False)
         return tuple(values.number for values in calls), tuple(name for values in calls for name in values.freed)
 
     def lost_on(self, rank: int, *, lasting: bool) -> None:
-        """A rank was replaced.
+        """Note that a rank was replaced.
 
         Args:
-            lasting: the new one has what the old one had made, but for what can be read again.
+            lasting: the new one has the old one's values, except those that can be read again.
         """
         for values in self._all():
             if values.read is not None:
@@ -337,12 +337,12 @@ class Values:
                     values.missing.setdefault(index, set()).add(rank)
 
     def unread(self, held: Iterable[Any]) -> list[CallValues]:
-        """Of what can be read again that which some rank lacks, if these (values, or Arrays) or a function need it."""
+        """Batches that some rank lacks and `held` (calls' values, or Arrays) or a function on the ranks refers to."""
         wanted = {id(one._source if isinstance(one, Array) else one) for one in held}
         return [values for values in self._all() if values.unread_on and (id(values) in wanted or values.named)]
 
     def object_of(self, name: Any) -> Any:
-        """What a name stands for that an object was sent under (see `sending`)."""
+        """The object that was sent under a name (see `sending`)."""
         if name[0] in ("remote", "ref"):
             return self.session.node.caller.object_of(name)
         values: Any = self._calls[name[1]]() if name[0] == "array" else None

@@ -1,5 +1,5 @@
-"""Packets to another host and from there: as plain bytes, with what lies in a file without a name read and put back;
-and as messages with codes, each way with a key of its own."""
+"""Packets to and from another host: as plain bytes (tensors in a memfd are read, and put into another one), and as
+messages with authentication codes, with one key for each direction."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .. import wire
 
 _LENGTHS = struct.Struct("<QQ")  # of the head, of the pickle; the rest is the tensors' bytes
 
-# An end that is cut off is noticed after so many seconds, by the other.
+# The other end notices after so many seconds that one is cut off.
 SILENT_SECONDS = 10
 
 
 class NotOfThisMesh(Exception):
-    """What is at the other end, or what has come from there, is not of this mesh."""
+    """The other end, or something that has come from there, is not of this mesh."""
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice an end that is out of reach."""
+    """Make the kernel notice if the other end is out of reach."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -85,7 +85,7 @@ class CodedReceiver:
         return packets
 
     def close(self) -> None:
-        """Nothing is held that is not garbage."""
+        """Do nothing: it holds no descriptors."""
 
 
 def framed(packet: wire.Packet) -> list[Any]:
@@ -98,7 +98,7 @@ def framed(packet: wire.Packet) -> list[Any]:
 
 
 def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire.Packet:
-    """The packet; more bytes of tensors than `most` lie in a file, which ranks of this host map, if it can be had."""
+    """The packet; tensors of more than `most` bytes in all go into a memfd, if one can be made, for ranks to map."""
     head, data = _LENGTHS.unpack_from(content)
     view = memoryview(content)[_LENGTHS.size :]
     tensors = view[head + data :]
@@ -116,10 +116,10 @@ def unframed(content: bytes | memoryview, most: int = wire.INLINE_BYTES) -> wire
 
 
 def inlined(packet: wire.Packet) -> wire.Packet:
-    """The same packet without a file, for who can open none."""
+    """The same packet without a memfd, for a process that can open no more files."""
     return whole_packet(b"".join(framed(packet)))
 
 
 def whole_packet(content: bytes) -> wire.Packet:
-    """The packet, with all tensors beside the pickle."""
+    """The packet, with all tensors inline."""
     return unframed(content, most=sys.maxsize)

@@ -1,8 +1,8 @@
-"""A rank's values as copies on other hosts: sent beside the program, by a thread, when a call has made them.
+"""Copying a rank's values to other hosts, by a thread beside the program, when a call has made them.
 
-What no other host has goes to the next hosts, in a ring, until as many others have it as `Mesh(copies=)` says; of
-several ranks of a host that hold the same shard the first sends it. Invariant: the driver is told that a call is about
-to be copied before it hears of the call's end, and that it was once every one of those hosts has all of it.
+Values go to the next hosts that lack them, in a ring, until as many other hosts have them as `Mesh(copies=)` says; of
+several ranks that hold the same shard, the first sends it. Invariant: the driver is told that a call's results will
+be copied before it hears of the call's end, and that they are copied once all of those hosts have all of them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .holder import secret_of
 from .link import Link, dial
 
 Kept = Iterable[tuple[int, Sequence[torch.Tensor | None], Sequence[P]]]
-"""Values of calls, by the call's number, with their specs."""
+"""(Number of a call, its values, their specs) for each call."""
 _Item = tuple[int, torch.Tensor, P, tuple[int, ...]]  # index, value, spec, the numbers of the hosts that it goes to
-_CALLS = 2  # that may be on their way; then the next waits
+_CALLS = 2  # whose copies may be under way; then the next waits
 _AGAIN_SECONDS = 1.0  # until a host that could not be reached is tried again
-_LENGTH = struct.Struct("<Q")  # of what is told of a value, which its bytes follow
+_LENGTH = struct.Struct("<Q")  # of a value's description, before its bytes
 
 
 def copy_hosts(replicas: Sequence[int], rank: int, hosts: Sequence[Sequence[int]], copies: int) -> tuple[int, ...]:
-    """To which hosts a rank sends its shard.
+    """The hosts to which a rank sends its shard.
 
     >>> copy_hosts([0], 0, [(0, 1), (2, 3), (4, 5)], 1), copy_hosts([0, 1], 1, [(0, 1), (2, 3), (4, 5)], 1)
     ((1,), ())
@@ -57,13 +57,13 @@ def copy_hosts(replicas: Sequence[int], rank: int, hosts: Sequence[Sequence[int]
 
 
 class Copier:
-    """What one rank does about copies.
+    """One rank's part in copying.
 
     Args:
         layout: the axes.
-        request: what this rank was told as it began.
-        report: tells the driver, from any thread.
-        watch: raises what has ended the region while this rank waits.
+        request: what this rank was started with.
+        report: sends a message to the driver, from any thread.
+        watch: raises an error if the region is aborted while this rank waits.
     """
 
     def __init__(self, layout: Layout, request: RankRequest, report: Callable[[protocol.Message], None], watch: Any):
@@ -77,13 +77,13 @@ class Copier:
         self._copied_to = copied_to
         own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
         self._neighbours = [(own + step) % len(hosts) for step in range(1, copies + 1)]
-        self._request = protocol.CopyTo(0, (), ())  # the last
-        self._reached = 0  # the number of the last that was done
+        self._request = protocol.CopyTo(0, (), ())  # the last one
+        self._reached = 0  # the number of the last one that was done
         self._kept: Callable[[], Kept] = tuple
-        self._links: dict[int, Link] = {}  # the thread's
-        self._sent: set[int] = set()  # calls of which there may be copies
+        self._links: dict[int, Link] = {}  # used by the thread only
+        self._sent: set[int] = set()  # calls that may have copies
         self._changed = threading.Condition()
-        self._under_way: set[int] = set()  # calls that the driver was told of, and that are not copied
+        self._under_way: set[int] = set()  # calls that the driver was told of, and that are not copied yet
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._broken, self._try_at = True, float("inf")
         self._thread: threading.Thread | None = None
@@ -91,7 +91,7 @@ class Copier:
     # -- the rank's thread ---------------------------------------------------------------------------------------------
 
     def copy_to(self, msg: protocol.CopyTo, kept: Callable[[], Kept]) -> None:
-        """Have copies at these hosts, of all values that there are and of those to come."""
+        """Keep copies at these hosts, of all current values and of those to come."""
         self._request, self._kept = msg, kept
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="spmd-copier", daemon=True)
@@ -107,7 +107,7 @@ class Copier:
         self._queue.put(functools.partial(self._send_all, calls, before, self._request))
 
     def keep(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
-        """Begin to copy what a call has made; waits while there is too much on its way."""
+        """Begin to copy what a call has made; waits while too many copies are under way."""
         items = self._items(tensors, specs)
         if not items:
             return
@@ -132,7 +132,7 @@ class Copier:
         ]
 
     def free(self, spans: Spans) -> None:
-        """These values are needed no more."""
+        """Drop the copies of values that are no longer needed."""
         found: list[int] = []
         for call, start, stop in each_span(spans):
             if call in self._sent:
@@ -143,7 +143,7 @@ class Copier:
             self._queue.put(functools.partial(self._drop, tuple(found)))
 
     def fetch(self, copies: Iterable[tuple[int, str, int, int, tuple[tuple[int, int], ...]]]) -> Iterable[Any]:
-        """This rank's part of a `MoveValues`: of each value its name, itself and its spec."""
+        """This rank's part of the copies in a `MoveValues`: yields each value's name, the value and its spec."""
         for rank, address, port, owner, names in copies:
             if rank != self._rank:
                 continue
@@ -164,7 +164,7 @@ class Copier:
             do = self._queue.get()
             try:
                 do()
-            except (OSError, NotOfThisMesh):  # whether that host is lost is the driver's to find out
+            except (OSError, NotOfThisMesh):  # the driver finds out whether that host is lost
                 self._close()
                 with self._changed:
                     self._broken, self._try_at = True, time.monotonic() + _AGAIN_SECONDS
@@ -182,10 +182,10 @@ class Copier:
         before: tuple[int, ...],
         msg: protocol.CopyTo,
     ) -> None:
-        """Have each host have what it should, and nothing that is needed no more.
+        """Bring each host's copies up to date: send what it lacks, and drop what is no longer needed.
 
         Args:
-            before: calls that were on their way: they are among these, or needed no more.
+            before: calls whose copies were under way: they are among `calls`, or no longer needed.
         """
         self._close()
         for neighbour in self._neighbours:
@@ -204,7 +204,7 @@ class Copier:
         self._done((*before, *(call for call, _ in calls)))
 
     def _send_call(self, call: int, items: list[_Item]) -> None:
-        if self._links:  # else what is to be sent is sent with all else
+        if self._links:  # else it will be sent with everything else by `_send_all`
             for neighbour in {neighbour for item in items for neighbour in item[3]}:
                 self._send(neighbour, call, [item for item in items if neighbour in item[3]])
             self._done((call,))
@@ -234,9 +234,9 @@ class Copier:
 
 
 def _packed(tensor: torch.Tensor, spec: P) -> list[Any]:
-    """A value as pieces of bytes."""
+    """A value as bytes, in pieces."""
     leaf = leaf_of(tensor)
-    # Kernels may give other bits where a tensor begins elsewhere in a line of the cache.
+    # The alignment, since kernels may give other bits if a tensor begins elsewhere in a cache line.
     encoded = pickle.dumps((leaf, spec, tensor.data_ptr() % 64 if leaf.nbytes else 0))
     head = _LENGTH.pack(len(encoded)) + encoded
     if leaf.pickled:

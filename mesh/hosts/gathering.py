@@ -1,7 +1,7 @@
-"""The answers of one host's ranks, gathered: those that are alike go to the driver as one message.
+"""Gathering the answers of one host's ranks: equal answers go to the driver as one message.
 
-An answer is held until all ranks that were given the task have answered it, and for a moment at most; what else a rank
-says goes at once. Invariant: of each rank the driver hears everything in the order in which it was said.
+An answer is held until all ranks that were given the task have answered it, but only for a moment; everything else that
+a rank sends goes at once. Invariant: the driver gets everything from a rank in the order in which it was sent.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from .coded import framed
 MOMENT_SECONDS = 0.005
 _ANSWERS = (ranks_protocol.Answer, ranks_protocol.Metadata, ranks_protocol.Unchanged)
 _ENDS = (*_ANSWERS, ranks_protocol.Failed, ranks_protocol.Skipped)
-_MOST_BYTES = 1 << 12  # of an answer that is held
+_MOST_BYTES = 1 << 12  # longer answers are not held
 
 
 def is_gathered(packet: wire.Packet) -> bool:
-    """Whether this is an answer, which several ranks may give alike."""
+    """Whether this is an answer, and so may be equal on several ranks."""
     return isinstance(ranks_protocol.decode(packet.head), _ANSWERS)
 
 
 class Gathering:
-    """What the ranks of a host say, on its way to the driver.
+    """The packets of a host's ranks, on their way to the driver.
 
     Args:
-        send: sends what several ranks, or one, have said, in pieces of bytes.
-        answer: sends what they have answered to a task of all hosts, and which task is answered with it, 0 if none.
+        send: sends a packet of one or several ranks, in pieces of bytes.
+        answer: sends an answer to a task of all hosts; the last argument is the task if all ranks of this host have
+            now answered it, else 0.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Gathering:
     ):
         self._send, self._answer = send, answer
         self._everywhere: set[int] = set()  # tasks of all hosts
-        self._due: dict[int, set[int]] = {}  # by task those ranks that have not answered
-        self._held: dict[int, dict[bytes, list[int]]] = {}  # by task who has given which answer
-        self._since = 0.0  # the first of them is held
+        self._due: dict[int, set[int]] = {}  # task -> ranks that have not answered
+        self._held: dict[int, dict[bytes, list[int]]] = {}  # task -> answer -> ranks that gave it
+        self._since = 0.0  # since when the first of them is held
 
     def expect(self, packet: wire.Packet, ranks: Sequence[int], everywhere: bool = False) -> None:
-        """Note what is about to be given to ranks, and whether all hosts are given it."""
+        """Note a packet that is about to be sent to ranks, and whether it goes to all hosts."""
         several = len(ranks) > 1 or everywhere
         if several and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Task):
             self._due[msg.number] = set(ranks)
@@ -52,7 +53,7 @@ class Gathering:
                 self._everywhere.add(msg.number)
 
     def take(self, rank: int, packet: wire.Packet) -> None:
-        """Something that a rank has said, which may be closed then."""
+        """Take a packet from a rank; the caller may close it afterwards."""
         msg = ranks_protocol.decode(packet.head)
         due = self._due.get(msg.task) if isinstance(msg, _ENDS) else None
         if due is not None:
@@ -70,7 +71,7 @@ class Gathering:
             self._complete(msg.task)
 
     def lose(self, rank: int) -> None:
-        """A rank answers no more."""
+        """Note that a rank will not answer any more."""
         self.flush()
         for due in self._due.values():
             due.discard(rank)
@@ -97,10 +98,10 @@ class Gathering:
             self._send(tuple(ranks), (content,))
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send everything that is held."""
         for task in sorted(self._held):
             self._let_go(task)
 
     def left(self) -> float:
-        """In how many seconds to `flush`; infinite: there is nothing to."""
+        """Seconds until `flush` is due; infinite if nothing is held."""
         return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else float("inf")

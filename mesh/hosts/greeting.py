@@ -1,8 +1,9 @@
-"""Who is at the other end of a connection: each end proves, with a key and a number used once, that it has the key.
+"""Mutual authentication of a connection's two ends: each proves, with a number used once, that it has the key.
 
-Who opens says a number; who answers another one, who it is, and a code of these; then the first says who it is, with a
-code of its own. The same bytes whether an end waits for them (`link`) or not (`remote.connections`). Invariant: nothing
-is read but so many bytes as the greeting has, until the other end has proved that it has the key.
+The end that opens the connection sends a number; the other end sends another number, who it is, and a code of these;
+then the first sends who it is, with its own code. Both blocking (`link`) and non-blocking ends (`remote.connections`)
+use this. Invariant: until the other end has proved that it has the key, nothing is read but the greeting's fixed
+number of bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .coded import NotOfThisMesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Greeted:
-    """What an end knows then: who is at the other, as it says, and the keys of the two directions."""
+    """The outcome: who the other end says it is, and the keys of the two directions."""
 
     peer: bytes
     sending: bytes
@@ -25,15 +26,15 @@ class Greeted:
 
 
 Greeting = Generator[tuple[bytes, int], bytes, Greeted]
-"""Gives what to send, and how many bytes to wait for then, which it takes; raises `NotOfThisMesh`."""
+"""A generator: yields (bytes to send, how many bytes to receive), takes those; raises `NotOfThisMesh`."""
 
 
 def opening(key: bytes, own: bytes, theirs: int, is_wanted: Callable[[bytes], bool] = lambda peer: True) -> Greeting:
-    """For who opens.
+    """The greeting of the end that opens the connection.
 
     Args:
-        own, theirs: who this is, and in how many bytes the other end says who it is.
-        is_wanted: whether that is who was to be reached.
+        own, theirs: who this end is, and in how many bytes the other end says who it is.
+        is_wanted: whether that is the process that should be reached.
     """
     mine = secrets.token_bytes(CODE_BYTES)
     said = yield mine, CODE_BYTES + theirs + CODE_BYTES
@@ -46,7 +47,7 @@ def opening(key: bytes, own: bytes, theirs: int, is_wanted: Callable[[bytes], bo
 
 
 def answering(key: bytes, own: bytes, theirs: int) -> Greeting:
-    """For who is connected to; see `opening`."""
+    """The greeting of the other end; see `opening`."""
     mine = secrets.token_bytes(CODE_BYTES)
     number = yield b"", CODE_BYTES
     said = yield mine + own + code(key, b"answers", number, mine, own), theirs + CODE_BYTES
@@ -57,5 +58,5 @@ def answering(key: bytes, own: bytes, theirs: int) -> Greeting:
 
 
 def _keys(key: bytes, opened: bytes, answered: bytes) -> tuple[bytes, bytes]:
-    """Of what is sent to who opened, and to who answered."""
+    """The keys for data sent to the end that opened, and to the end that answered."""
     return code(key, b"to who opened", opened, answered), code(key, b"to who answered", opened, answered)

@@ -1,6 +1,6 @@
-"""How what the ranks of other hosts say comes to whoever takes it: the thread that reads the links fills an inbox.
+"""The inbox for messages from ranks on other hosts: the thread that reads the links fills it, another thread takes.
 
-Invariant: what it puts there is taken in that order.
+Invariant: things are taken in the order in which they were put there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .coded import whole_packet
 from .gathering import is_gathered
 
 Heard = tuple[str, Sequence[Rank], Any]
-"""What has come, from whom: "answer" with a `wire.Packet`, "stdout" or "stderr" with bytes, or "death"."""
+"""(Kind, ranks, content): "answer" with a `wire.Packet`, "stdout" or "stderr" with bytes, or "death"."""
 
 
 class Inbox:
-    """What ranks have said, until it is taken.
+    """What ranks have sent, until it is taken.
 
     Attributes:
         ended: the ranks whose process has ended, whether or not that was taken yet.
@@ -34,7 +34,7 @@ class Inbox:
         self.ended: set[Rank] = set()
 
     def put(self, kind: str, ranks: Sequence[Rank], what: Any = None) -> None:
-        """Something that these ranks have said; an answer comes framed, and as bytes."""
+        """Put in something from these ranks; an answer is given as the bytes of a framed packet."""
         self._found.append((kind, ranks, what))
         if not self._rung:
             with self._changed:
@@ -42,7 +42,7 @@ class Inbox:
                 self._ring()
 
     def bury(self, rank: Rank) -> None:
-        """Nothing more comes from a rank."""
+        """Note that a rank's process has ended."""
         with self._changed:
             self.ended.add(rank)
             self._changed.notify_all()
@@ -54,19 +54,19 @@ class Inbox:
             return self._changed.wait_for(lambda: rank in self.ended, seconds)
 
     def forget(self, ranks: Sequence[Rank]) -> None:
-        """Of ranks that have ended only these matter still."""
+        """Forget all ranks that have ended, except these."""
         with self._changed:
             self.ended.intersection_update(ranks)
 
     def heard_by(self, ring: Callable[[], None]) -> None:
-        """Have somebody else take it, from what has not been taken yet on: who took it so far is rung for no more."""
+        """From now on call `ring` when there is something to take, in place of an earlier function; and once now."""
         with self._changed:
             self._ring = ring
             ring()
 
     def take(self) -> Iterator[Heard]:
-        """What has come; answers that follow each other and are alike are one, whichever hosts they are from."""
-        self._rung = False  # before it is looked: what comes from now on rings
+        """Take what has come; equal answers in a row become one, whichever hosts they are from."""
+        self._rung = False  # first, so that what comes from now on rings again
         while self._found:
             kind, ranks, what = self._found.popleft()
             if kind != "answer":

@@ -1,8 +1,8 @@
-"""Copies of values of other hosts' ranks, which a host's process keeps in its memory in case that host is lost.
+"""Copies of values from ranks of other hosts, which a host's process keeps in memory in case such a host is lost.
 
-A rank sends them over a connection of its own, and says when they are needed no more; a process in the place of a dead
-one asks for them. Invariants: the values of a call are there whole or not at all; and of a rank only the process is
-heard that came last, so that one that was taken for dead changes nothing.
+A rank sends them over its own connection, and says when they are no longer needed; a replacement rank asks for them.
+Invariants: a call's values are kept completely or not at all; and for each rank only the newest process may change
+anything, so that one that was wrongly taken for dead has no effect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .serving import Serving
 
 
 def secret_of(key: bytes) -> bytes:
-    """What ranks prove that they have, from the mesh's key."""
+    """The secret for these connections, from the mesh's key."""
     return code(key, b"copies")
 
 
@@ -32,7 +32,7 @@ class Holder(Serving):
         super().__init__(address, secret_of(key), "spmd-copies")
 
     def names(self) -> tuple[tuple[int, int, int], ...]:
-        """What there is, as (rank, call, index)."""
+        """All copies, as (rank, call, index)."""
         with self._lock:
             return tuple((*which, index) for which, values in self._calls.items() for index in values)
 
@@ -68,7 +68,7 @@ class Holder(Serving):
         return protocol.Done(), []
 
     def _drop(self, which: tuple[int, int], start: int, stop: int) -> None:
-        """Forget values of a call; what is left of what came together gets memory of its own."""
+        """Drop values of a call; those left get their own memory, so that the message they came in is freed."""
         values = self._calls.get(which, {})
         left = {index: bytes(kept) for index, kept in values.items() if stop != ALL and not start <= index < stop}
         self._calls[which] = left
@@ -76,7 +76,7 @@ class Holder(Serving):
             del self._calls[which]
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Drop all copies."""
         super().close()
         with self._lock:
             links, self._links = list(self._links.values()), {}

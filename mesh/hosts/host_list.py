@@ -1,4 +1,4 @@
-"""Which hosts a mesh is on, how many ranks each has, and how a process is started there: `Mesh(hosts=...)`, checked."""
+"""`Mesh(hosts=...)`, checked: which hosts a mesh is on, how many ranks each has, and how a process is started there."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class HostList:
         names: of the hosts, in the order of their ranks.
         counts: how many ranks each has.
         launcher: starts the processes there.
-        local: this machine pretends to be all of them.
-        given: as the program has given them, where the mesh was resized since.
+        local: whether all of them are simulated on this machine.
+        given: the original hosts, if the mesh was resized since.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class HostList:
 
     @property
     def dialled(self) -> bool:
-        """They wait for the driver, and may not reach it."""
+        """Whether they listen for the driver, and may not be able to reach it."""
         return isinstance(self.launcher, DialledHosts)
 
     @property
@@ -58,21 +58,21 @@ class HostList:
         return tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
 
     def only(self, indexes: Sequence[int]) -> HostList:
-        """Some of them."""
+        """The hosts with these indices."""
         names, counts = [self.names[index] for index in indexes], [self.counts[index] for index in indexes]
         return dataclasses.replace(self, names=tuple(names), counts=tuple(counts))
 
     def spread(self, size: int) -> HostList:
-        """Those that so many ranks are on: each as many as its part of what the program has given, at least one.
+        """The hosts for `size` ranks: each has a number in proportion to its original one, at least one.
 
-        Where there are fewer ranks than hosts, those that come last have none, and are not among them.
+        If there are fewer ranks than hosts, the last hosts are left out.
 
         >>> two = HostList(("a", "b"), (4, 2), LocalLauncher([]), True)
         >>> [two.spread(size).counts for size in (12, 7, 6, 5, 3, 2, 1)]
         [(8, 4), (5, 2), (4, 2), (3, 2), (2, 1), (1, 1), (1,)]
 
         Raises:
-            MeshError: an engine has granted less.
+            MeshError: Slurm or Ray has granted fewer.
         """
         given = self.given or self
         counts = [0] * len(given.names)
@@ -89,7 +89,7 @@ class HostList:
         return given._with(counts)
 
     def without(self, ranks: Collection[int]) -> HostList:
-        """Those that are left when these ranks have gone, each from its host."""
+        """The hosts that are left without these ranks."""
         left = [sum(rank not in ranks for rank in its) for its in self.ranks()]
         return self._with(left)
 
@@ -104,7 +104,7 @@ class HostList:
         return [name for name, count in zip(self.names, self.counts, strict=True) for _ in range(count)]
 
     def command(self) -> list[str]:
-        """What runs on each host: this Python, at the same path; here with this program's modules."""
+        """The command for each host: this Python, at the same path; on this machine with the program's module path."""
         python = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}", *python_command()]
         if not self.local:
             return [*python, "-m", "spmd", "host"]
@@ -119,7 +119,7 @@ def host_list_of(hosts: Any) -> HostList:
     ((0, 1, 2, 3), (4, 5, 6, 7))
 
     Raises:
-        MeshError: it means nothing.
+        MeshError: it is not understood.
     """
     if isinstance(hosts, str):
         kind, _, counts = hosts.partition(":")

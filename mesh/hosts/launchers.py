@@ -1,12 +1,12 @@
-"""How a process is started on a host, and ended: by ssh, here for hosts that this machine pretends to be, by hand, or
-by what a site already runs: `srun` in an allocation of Slurm, a placement group of a Ray cluster.
+"""How a process is started and ended on a host: by ssh, on this machine (which then stands for several hosts), by hand,
+or by what a site already runs: `srun` in an allocation of Slurm, a placement group of a Ray cluster.
 
 A *launcher* starts the per-host process. It is any object with `hosts`, a list of "name:ranks", and two methods:
 
-    start(name, command, stdin) -> handle    run a command on the host of that name, give it these bytes, do not wait
-    stop(handle)                             see to it that the command has ended
+    start(name, command, stdin) -> handle    run a command on the host of that name with this input, do not wait
+    stop(handle)                             make sure that the command has ended
 
-Invariant: what was taken of an engine (steps, actors, the group) is given back when the mesh is closed.
+Invariant: what was taken from Slurm or Ray (steps, actors, the group) is given back when the mesh is closed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SECONDS = 60.0  # for an engine to answer
 
 
 class Launcher(Protocol):
-    """What starts the processes of a mesh's hosts, and ends them."""
+    """Starts and ends the processes of a mesh's hosts."""
 
     hosts: Sequence[str]
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Hosts that this machine pretends to be: each a process of its own, with shared memory of its own."""
+    """Simulated hosts on this machine: each is a process with its own shared memory."""
 
     def __init__(self, hosts: Sequence[str]):
         self.hosts = hosts
@@ -55,7 +55,7 @@ class LocalLauncher:
 
 
 class SshLauncher(LocalLauncher):
-    """Hosts that ssh reaches without asking for anything."""
+    """Hosts that ssh reaches without asking for a password."""
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
         options = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
@@ -63,10 +63,10 @@ class SshLauncher(LocalLauncher):
 
 
 def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
-    """A process that has been given its input, and that Ctrl-C in this terminal does not reach."""
+    """Start a process with this input, in its own session, so that Ctrl-C in this terminal does not reach it."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as will be seen
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which will be noticed
         process.stdin.write(stdin)
         process.stdin.flush()
     process.stdin.close()
@@ -74,7 +74,7 @@ def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Wait for a process that ends with its connection to the driver; not for long."""
+    """Wait a short while for a process to end with its connection to the driver; then kill it."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_SECONDS)
     process.kill()
@@ -82,24 +82,24 @@ def end(process: subprocess.Popen) -> None:
 
 
 class DialledHosts:
-    """A launcher whose hosts wait already, as "tcp://address:port:ranks": nothing is started there.
+    """A launcher for hosts that are waiting already, "tcp://address:port:ranks": nothing is started there.
 
     Attributes:
-        secret: what they, and who dials them, prove that they have.
+        secret: the secret that both they and the driver prove to have.
     """
 
     def __init__(self, hosts: Sequence[str]):
         self.hosts, self.secret = hosts, secret_of_hosts()
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> None:
-        """It has been."""
+        """Do nothing: it is running already."""
 
     def stop(self, handle: None) -> None:
-        """What is there ends with its connection."""
+        """Do nothing: it ends with its connection."""
 
 
 def secret_of_hosts() -> bytes:
-    """What a host that listens, and who dials it, prove that they have: from the job's secret."""
+    """The secret that a listening host and the driver that dials it prove to have, made from the job's secret."""
     found = secret_of_user()
     if not found.key:
         remedy = "set SPMD_SECRET, the same for the program and on all hosts"
@@ -121,10 +121,10 @@ def dialled_address(where: str) -> tuple[str, int] | None:
 
 
 class SlurmLauncher(LocalLauncher):
-    """The nodes of the allocation that this program is in: a step on each.
+    """The nodes of the Slurm allocation that this program is in, with a step on each.
 
     Args:
-        each: ranks of a node; None: its tasks, as the allocation says.
+        each: ranks of a node; None: the node's tasks in the allocation.
     """
 
     def __init__(self, each: int | None, environ: Mapping[str, str] = os.environ):
@@ -156,7 +156,7 @@ class SlurmLauncher(LocalLauncher):
 
 
 class RayLauncher:
-    """The nodes of a Ray cluster: an actor on each, in one placement group, which is there while one of them runs.
+    """The nodes of a Ray cluster: an actor on each, in one placement group, which exists while one of them runs.
 
     Args:
         each: ranks of a node; None: as many as it has processors.
@@ -181,7 +181,7 @@ class RayLauncher:
             self._counts[name] = each or int(node["Resources"]["CPU"])
         self.hosts: Sequence[str] = [f"{name}:{count}" for name, count in self._counts.items()]
         self._group: Any = None
-        self._actors: list[tuple[int, Any]] = []  # and of which node
+        self._actors: list[tuple[int, Any]] = []  # (index of the node, actor)
 
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any:
         ray, number = self._ray, list(self._counts).index(name)
@@ -193,7 +193,7 @@ class RayLauncher:
             except ray.exceptions.GetTimeoutError:
                 raise OSError(f"the Ray cluster has no room for {self.hosts}: see ray status") from None
         within = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number)
-        # One that takes another's place begins before that has ended, on the processors that the group has reserved.
+        # A replacement starts before the old actor has ended, on the same reserved processors.
         free = all(number != other for other, _ in self._actors)
         count = self._counts[name] if free else 0
         actor = ray.remote(num_cpus=count, scheduling_strategy=within)(_Process).remote(list(command), stdin)

@@ -1,7 +1,7 @@
-"""The connection between a driver and a per-host process: who is at the other end is proved, and every message is.
+"""The authenticated connection between a driver and a per-host process.
 
-Either side proves that it has the mesh's secret (`greeting`); then every message has a code of its own. Invariant:
-`send` never waits for the other end, so that a driver that sends is not held up by a host that does not read.
+Both sides prove that they have the mesh's secret (`greeting`); then every message has an authentication code.
+Invariant: `send` never waits for the other end, so that a host that does not read can't delay the driver.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .protocol import decode, encode
 
 _INDEX = struct.Struct("<Q")
 GREETING_SECONDS = 10.0
-PAUSE_SECONDS = 0.1  # in which nobody is let in, when this process can open no more files
+PAUSE_SECONDS = 0.1  # without accepting connections, if this process can open no more files
 
 
 def mesh_key(secret: bytes, number: bytes) -> bytes:
-    """The key of a mesh, which its processes know each other by, from a number that is used once."""
+    """The key by which a mesh's processes know each other, from a number that is used once."""
     return code(secret, b"mesh", number)
 
 
@@ -41,7 +41,7 @@ def listener(address: str) -> socket.socket:
 
 
 def accepted(listening: socket.socket) -> socket.socket | None:
-    """Wait for the next that connects, while no file can be opened, too; None once nobody is listened to any more."""
+    """Wait for the next connection, even while no files can be opened; None once the listening socket is closed."""
     while True:
         try:
             return listening.accept()[0]
@@ -58,7 +58,7 @@ def greet_driver(connection: socket.socket, secret: bytes, index: int) -> Link:
 
 
 def dial(address: tuple[str, int], secret: bytes, index: int) -> Link:
-    """Connect to where a driver, or another host, listens, and greet it; raises as `greet_driver`."""
+    """Connect to a driver or another host, and greet it; raises as `greet_driver`."""
     connection = socket.create_connection(address, timeout=GREETING_SECONDS)
     try:
         return greet_driver(connection, secret, index)
@@ -68,13 +68,13 @@ def dial(address: tuple[str, int], secret: bytes, index: int) -> Link:
 
 
 def greet_host(connection: socket.socket, secret: bytes) -> tuple[int, Link]:
-    """The driver's side: which of its hosts this is, and the link to it; raises `NotOfThisMesh`, or OSError."""
+    """The driver's side of the greeting; returns the host's index, and the link. Raises `NotOfThisMesh`, or OSError."""
     greeted = _greeted(connection, answering(secret, b"", _INDEX.size))
     return _INDEX.unpack(greeted.peer)[0], Link(connection, greeted.sending, greeted.receiving)
 
 
 def _greeted(connection: socket.socket, greeting: Greeting) -> Greeted:
-    """Wait for a greeting's end, so many seconds at most."""
+    """Carry out a greeting, in at most `GREETING_SECONDS`."""
     end, said = time.monotonic() + GREETING_SECONDS, next(greeting)
     try:
         while True:
@@ -86,7 +86,7 @@ def _greeted(connection: socket.socket, greeting: Greeting) -> Greeted:
 
 
 def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
-    """So many bytes, all of them before `end`, however slowly they drip."""
+    """Receive exactly `count` bytes, all of them before `end`."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(1e-3, end - time.monotonic()))
@@ -116,12 +116,12 @@ class Link(Owned):
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def send(self, message: Message, *content: Any) -> None:
-        """Send a message, and its content in pieces of bytes; what the connection does not take at once goes later."""
+        """Send a message, and its content in pieces of bytes; what the connection doesn't take now is sent later."""
         self.send_encoded(encode(message), content)
 
     def send_encoded(self, msg: bytes, content: Sequence[Any]) -> None:
-        """As `send`, of what was encoded before."""
-        if self.foreign:  # each message has its place among the parent's
+        """As `send`, for an encoded message."""
+        if self.foreign:  # messages are numbered, and only the parent may send them
             return
         with self._changed:
             if self.ended:
@@ -132,10 +132,10 @@ class Link(Owned):
                 self._writer.start()
 
     def ask(self, message: Message, *content: Any) -> tuple[Any, bytes]:
-        """Send a message, wait for what is answered, and give it and its content; for who alone uses this end.
+        """Send a message, wait for the answer, and return it with its content; only if nobody else uses this end.
 
         Raises:
-            OSError: the connection has ended. NotOfThisMesh: what has come is not what the other end has sent.
+            OSError: the connection has ended. NotOfThisMesh: what has come was not sent by the other end.
         """
         for piece in self._framed(encode(message), content):
             self.connection.sendall(piece)
@@ -148,14 +148,14 @@ class Link(Owned):
         return framed(len(msg), [memoryview(piece).cast("B") for piece in (msg, *content)], self._codes)
 
     def _push(self) -> bool:
-        """Write what the connection takes now; whether that is all."""
+        """Write what the connection takes now; whether that was everything."""
         try:
             while self._backlog:
                 sent = self.connection.send(self._backlog[0], socket.MSG_DONTWAIT)
                 self._advance(sent)
         except BlockingIOError:
             return False
-        except OSError:  # that it has ended is noticed where it is read
+        except OSError:  # its end is noticed by reading
             self._backlog.clear()
         return True
 
@@ -166,7 +166,7 @@ class Link(Owned):
             self._backlog[0] = self._backlog[0][sent:]
 
     def _write(self) -> None:
-        """A thread's main function: until there is nothing more to write."""
+        """A thread's main function: writes until there is nothing more to write."""
         while True:
             with self._changed:
                 if not self._backlog or self.ended:
@@ -189,10 +189,10 @@ class Link(Owned):
         """The messages that are complete after one read, with their contents; None at the end.
 
         Args:
-            flags: of the read, MSG_DONTWAIT if there may be nothing.
+            flags: of the read: MSG_DONTWAIT not to wait.
 
         Raises:
-            NotOfThisMesh: what has come is not what the other end has sent.
+            NotOfThisMesh: what has come was not sent by the other end.
         """
         try:
             if not self._frames.read(flags):
@@ -207,7 +207,7 @@ class Link(Owned):
         return received
 
     def _take(self, msg: int, body: memoryview) -> None:
-        """Take a message, whose own bytes are the first of these, and its content."""
+        """Take a message (the first `msg` bytes) and its content (the rest)."""
         self._received.append((decode(bytes(body[:msg])), bytes(body[msg:])))
 
     def shut(self) -> None:
@@ -221,6 +221,6 @@ class Link(Owned):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection, and give its file back."""
+        """End the connection, and close its descriptor."""
         self.shut()
         self.connection.close()

@@ -1,6 +1,6 @@
 """The driver waits for the processes that were started on its hosts: each proves who it is, and versions are compared.
 
-Invariant: nothing of the program is sent before all hosts have come with what this process runs.
+Invariant: nothing of the program is sent before all hosts have come, with the same versions as this process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .link import GREETING_SECONDS, Link, greet_host, listener
 from .protocol import Hello, versions
 from .serving import STRANGERS, Serving
 
-DIAL_SECONDS = 30.0  # for a host to listen that is dialled
+DIAL_SECONDS = 30.0  # for a dialled host to begin listening
 _LOOK_SECONDS = 0.1
 
 
 class Meeting:
-    """Hosts that were started, and are waited for.
+    """Hosts that were started, and for which the driver waits.
 
     Args:
         host_list: the hosts.
         secret: of the mesh.
         seconds: for all of them to come.
-        check_wanted: raises once nobody waits for them any more.
+        check_wanted: raises an error once they are no longer wanted.
     """
 
     def __init__(self, host_list: HostList, secret: bytes, seconds: float, check_wanted: Callable[[], None]):
@@ -48,7 +48,7 @@ class Meeting:
         self._handles: list[Any] = []
 
     def begin(self) -> None:
-        """Have the processes started, and listen for them."""
+        """Start the processes, and listen for them."""
         most = max(STRANGERS, 2 * len(self._host_list.names))  # all hosts may come at once
         self._serving = Serving(self.address, self._secret, "spmd-meeting", welcome=self._keep, most_strangers=most)
         for index, name in enumerate(self._host_list.names):
@@ -61,11 +61,11 @@ class Meeting:
                 raise MeshError(message(f"host {name} can't be reached", got=str(error), remedy=remedy)) from None
 
     def for_store(self) -> socket.socket:
-        """A socket that listens where the hosts reach this process, for the store in which the ranks meet."""
+        """A listening socket where the hosts reach this process, for the ranks' store."""
         return listener(self.address)
 
     def hosts(self) -> list[tuple[str, Link, Any]]:
-        """Each host's name, the link to it, and the launcher's handle, once all have come: the caller's from then on.
+        """Wait for all hosts; returns each one's name, link and launcher's handle, which the caller then owns.
 
         Raises:
             MeshError: a host does not come, or runs other versions.
@@ -74,7 +74,7 @@ class Meeting:
         with self._came:
             while len(self._links) < len(names):
                 if self._came.wait(_LOOK_SECONDS):
-                    continue  # one has come; which have not is looked at when none comes
+                    continue  # one has come; check for missing ones only when none comes
                 self._check_wanted()
                 missing = [index for index in range(len(names)) if index not in self._links]
                 ended = {index: why for index in missing if (why := self._why_ended(index)) is not None}
@@ -127,13 +127,13 @@ class Meeting:
             self._came.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more hosts."""
         self._closed = True
         if self._serving is not None:
             self._serving.close()
 
     def stop(self) -> None:
-        """End the links that there are, and see to it that what was started has ended."""
+        """End the links, and make sure that what was started has ended."""
         with self._came:
             for link in self._links.values():
                 link.close()
@@ -143,7 +143,7 @@ class Meeting:
 
 
 class Dialling(Meeting):
-    """Hosts that wait for the driver, which dials them."""
+    """Hosts that listen, and that the driver dials."""
 
     def begin(self) -> None:
         self._failed: dict[int, str] = {}
@@ -187,7 +187,7 @@ class Dialling(Meeting):
 
 
 def _address(host_list: HostList) -> str:
-    """Where the hosts reach this process: as the user says, or as it reaches them."""
+    """The address where the hosts reach this process: the user's choice, or the one that leads to a host."""
     if host_list.local or host_list.dialled:
         return "127.0.0.1"
     if (given := chosen()) is not None:

@@ -1,7 +1,7 @@
-"""Values of ranks whose host was lost, with all that lay in its memory: from other hosts that have the same, or a copy.
+"""Restoring the values of ranks whose host was lost, from other hosts that have the same shards, or copies.
 
-They go from rank to rank, in a region of their own, before the calls that need them run again. Invariant: what nobody
-else has stays noted as missing, so that whoever asks for it is told.
+They go from rank to rank, in their own region, before the calls that need them run again. Invariant: what nobody else
+has stays noted as missing, so that whoever asks for it gets an error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Moves:
     """What is to be sent where.
 
     Attributes:
-        sends: who sends to whom, and what, as (call, index).
-        fetches: who fetches from which host's copies, whose, and what.
-        filled: the values that nobody lacks after that, with who lacks them now.
-        lost, gone: those that nobody has, and which of them, as (call, index).
-        task: once it was sent.
-        remedy: what to do without those.
+        sends: (sender, receiver) -> values, as (call, index).
+        fetches: (receiver, address, port, rank whose copies these are) -> values, as (call, index).
+        filled: the values that no rank lacks afterwards, with the ranks that lack them now.
+        lost, gone: calls with values that nobody has, and those values, as (call, index).
+        task: the task, once it was sent.
+        remedy: for errors: what to do about lost values.
     """
 
     sends: dict[tuple[int, int], list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Moves:
     remedy: str = ""
 
     def needed_by(self, task: Task) -> bool:
-        """Whether a call can't run again for want of what is lost."""
+        """Whether a call can't run again because it needs lost values."""
         lost = {id(values) for values in self.lost}
         held = task.again.holds
         return (
@@ -53,7 +53,7 @@ class Moves:
         )
 
     def _argument(self, task: Task) -> int | None:
-        """Which of a call's arguments is lost."""
+        """The index of the first of a call's arguments that is lost; None if none is."""
         lost = {values.number for values in self.lost}
         for argument, one in enumerate(task.again.arguments):
             source: Any = one._source if isinstance(one, Array) else None
@@ -62,7 +62,7 @@ class Moves:
         return None
 
     def lack(self, task: Task) -> str:
-        """What a call that can't run again lacks, in words, and what to do."""
+        """Why a call can't run again, in words, and what to do."""
         argument = self._argument(task)
         what = (
             f"{task.again.name} needs a value that"
@@ -72,7 +72,7 @@ class Moves:
         return f"{what} nobody else had, is lost: {self.remedy}"
 
     def send(self, session: ValuesSession) -> None:
-        """Have the ranks do it, as the next region of all."""
+        """Have the ranks do it, as the next region."""
         if not self.sends and not self.fetches:
             return
         session.regions += 1
@@ -87,7 +87,7 @@ class Moves:
             values.missing.pop(index, None)
 
     def take_back(self) -> bool:
-        """Another rank has died meanwhile: whether what was to be filled may be missing still."""
+        """If the move has failed, since another rank has died, note the values as missing again; whether it has."""
         if self.task is None or self.task.fine:
             return False
         for values, index, ranks in self.filled:
@@ -97,7 +97,7 @@ class Moves:
 
 
 def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
-    """What has to go where, for all to have what they had; of calls that are over, and do not run again."""
+    """What has to go where so that all ranks have their values again, without calls that run again or have failed."""
     found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
     made = {id(values) for task in again for values in task.again.values}
     for values in session.values.of_calls(read=False):
@@ -135,6 +135,6 @@ def _donor(layout: Layout, spec: Any, missing: Collection[int], rank: int) -> An
 
 
 def _copy(layout: Layout, spec: Any, copies: Copies, rank: int, name: tuple[int, int]) -> Any:
-    """Where there is a copy of a rank's shard: address, port, and the rank whose it was."""
+    """Where there is a copy of a rank's shard: (address, port, the rank that it was copied from)."""
     found = ((other, copies.get((other, *name))) for other in layout.replicas(spec, rank))
     return next(((*where, other) for other, where in found if where is not None), None)

@@ -1,9 +1,8 @@
-"""The process on each host of a driver's mesh (`spmd host`): it forks that host's ranks and hands on what is for them.
+"""The process on each host of a driver's mesh (`spmd host`): it forks the host's ranks, and passes messages on to them.
 
 It dials the driver, which has started it and has given it the mesh's secret on its standard input, or is dialled (see
-`spmd.cli.host`). Ranks are forked from a zygote of its own, share an arena of their own, and die with it; it ends with
-the connection to the driver, whatever that ended by. Invariant: it never waits for a rank, and for the driver only
-while a rank is forked.
+`spmd.cli.host`). Its ranks are forked from its own zygote, share an arena, and die with it; it ends when the connection
+to the driver does. Invariant: it never waits for a rank, and for the driver only while a rank is forked.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Host:
         self._request = dataclasses.replace(request, store=store, key=mesh_key(secret, request.key))
         self._sockets = RankSockets(self._take, self._show, self._bury)
         self._sockets.selector.register(link.connection, READ, self._read)
-        self._ended = False  # the link has
+        self._ended = False  # whether the link has
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
@@ -64,14 +63,14 @@ class Host:
         self._gathering = Gathering(
             lambda ranks, content: self._branch.send(protocol.FromRanks(ranks), *content), self._branch.answer
         )
-        # Where other hosts call objects of a rank: as long as there is this process, whichever is the rank's now.
+        # Where other hosts call objects of a rank; kept for a rank's replacement, as long as this process runs.
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
             one.setblocking(False)
         self._holder = Holder(address, self._request.key) if self._request.copies else None
         self._secret = secret
-        self._offered: Offered | None = None  # to ranks of another size
-        self._given: dict[int, Result] = {}  # what the driver has put on all ranks, by the call
+        self._offered: Offered | None = None  # offered to the new ranks of a resize
+        self._given: dict[int, Result] = {}  # call -> values that the driver has put on all ranks
         self._clear(self._request.generation)
 
     def _clear(self, generation: int) -> None:
@@ -79,7 +78,7 @@ class Host:
         self._arena.introduce(self._title)
 
     def start(self, ranks: Sequence[int]) -> None:
-        """Fork ranks, and say so."""
+        """Fork ranks, and report them."""
         forked: list[Rank] = []
         try:
             for number in ranks:
@@ -98,7 +97,7 @@ class Host:
         self._branch.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:
-        """Until the connection to the driver ends."""
+        """Serve until the connection to the driver ends."""
         while True:
             for heard in self._sockets.select(self._left()):
                 heard()
@@ -166,15 +165,15 @@ class Host:
             self._branch.handle(message, content)
 
     def _send(self, rank: Rank, packet: wire.Packet, parts: list[memoryview]) -> bool:
-        """Send a packet; whether it is wholly on its way."""
+        """Send a packet; whether all of it is on its way."""
         try:
             return rank.send(packet, parts)
-        except MeshError:  # it has to wait, for which its file would have to be opened once more
+        except MeshError:  # keeping it for later would need another descriptor, which can't be had
             packet = inlined(packet)
             return rank.send(packet, wire.frame(packet))
 
     def _laid_out(self, packet: wire.Packet) -> wire.Packet:
-        """Have the values that a packet brings for this host's ranks lie once in what they share, and outlive them."""
+        """Put a packet's values once into this host's arena, where ranks share them, and which outlives the ranks."""
         self._arena.given.trim()
         if packet.fd is None or not isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.PutValues):
             return packet
@@ -201,7 +200,7 @@ class Host:
             self._hand_on(rank, packet)
 
     def _hand_on(self, rank: Rank, packet: wire.Packet) -> None:
-        """Tell the driver what a rank has said; or that what it has made can't be, when no more file can be opened."""
+        """Pass a rank's packet to the driver; or an error, if its descriptor could not be received."""
         if packet.fd == wire.LOST and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Answer):
             try:
                 wire.loads(packet)
@@ -237,7 +236,7 @@ class Host:
 
 
 def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
-    """What this host's ranks need to know, where the driver's machine is another than this."""
+    """The request, adapted to this host: threads, address, and on another machine folder, path and environment."""
     threads = request.threads or max(1, len(os.sched_getaffinity(0)) // len(begin.ranks))
     request = dataclasses.replace(request, threads=threads, address=address)
     if begin.same_machine:
@@ -248,12 +247,12 @@ def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
 
 
 class ForkedZygote(Zygote):
-    """A fork of this process, made before it has done anything, so that torch is imported once: see `Zygote`.
+    """A zygote forked from this process before it has done anything, so that torch is imported only once; see `Zygote`.
 
-    What may not be forked is a process in which torch has computed, or that has threads: here there are none yet.
+    A process in which torch has computed, or that has threads, must not be forked: this one has none yet.
 
     Args:
-        connection: that is open in this process, and would outlive it in the zygote.
+        connection: open in this process; the zygote closes it, since it would outlive this process there.
     """
 
     def __init__(self, connection: socket.socket):
@@ -274,7 +273,7 @@ class ForkedZygote(Zygote):
 
 
 def main() -> None:
-    """What `spmd host` does: its standard input says where the driver is, and the secret."""
+    """The main function of `spmd host`: standard input gives the driver's address, and the secret."""
     try:
         config = json.loads(sys.stdin.readline())
         secret, place, index = bytes.fromhex(config["secret"]), (config["address"], config["port"]), config["index"]
@@ -290,15 +289,15 @@ def hold(link: Link, secret: bytes) -> None:
     """Hold the ranks of this host, in a process that has done nothing yet, until the link to the driver ends.
 
     Raises:
-        NotOfThisMesh: what has come first is not what the driver has sent.
+        NotOfThisMesh: the first message was not sent by the driver.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to hand on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver passes on Ctrl-C
     open_more_files()
     spawn.use(ForkedZygote(link.connection))
     link.send(protocol.Hello(versions()))
     while not (messages := link.receive()):
         if messages is None:
-            return  # the driver has said why
+            return  # the driver reports why
     (begin, _), *rest = messages
     try:
         with named_limits():

@@ -1,7 +1,7 @@
-"""Messages between a driver and the per-host processes of its mesh, over one connection a host.
+"""Messages between a driver and the per-host processes of its mesh, over one connection to each host.
 
-What is for a rank, or from it, goes as it is (see `mesh.protocol`), with a note of whom it is for. Invariant: both
-sides take them in the order in which they were sent.
+Messages to and from ranks (see `mesh.protocol`) are passed on unchanged, with the ranks' numbers. Invariant: both sides
+take messages in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ...kernels.network.codec import Codec, Message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """From a host, first of all: what runs there, by name."""
+    """From a host, first of all: the versions of what runs there."""
 
     versions: dict[str, str]
 
 
-CALLS = "calls"  # in the store that the driver keeps: at which address and port each rank hears calls
+CALLS = "calls"  # key in the driver's store: the address and port where each rank accepts remote calls
 
 
 def versions() -> dict[str, str]:
-    """What this process runs, by name: it has to be the same on all hosts, since it makes the bytes between them."""
+    """The versions of what runs here, which must be the same on all hosts, since messages depend on them."""
     python = ".".join(platform.python_version_tuple()[:2])
     spmd = importlib.metadata.version("spmd")
     return {"spmd": spmd, "torch": torch.__version__, "python": python, "machine": platform.machine()}
@@ -38,9 +38,9 @@ class Begin(Message):
 
     Attributes:
         ranks: of this host.
-        request: what they need to know, a `RankRequest` as bytes; without a store this link carries what
-            is for it; and instead of the mesh's key, which does not travel, there is what it is made from.
-        title: what the mesh is called.
+        request: what they need to know, a `RankRequest` as bytes. If it names no store, this link carries the store's
+            connections. In place of the mesh's key, which is never sent, it has the number that the key is made from.
+        title: the mesh's description.
         same_machine: they begin with the driver's environment, not with the host's.
     """
 
@@ -52,10 +52,10 @@ class Begin(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started(Message):
-    """From a host: these ranks were forked, as these processes, and hear calls of remote objects at these ports.
+    """From a host: it has forked ranks, given as (rank, pid, port where it accepts calls of remote objects).
 
     Attributes:
-        copies: the port at which it takes copies of other hosts' values, 0 if it takes none.
+        copies: the port at which the host takes copies of other hosts' values, 0 if it takes none.
     """
 
     ranks: tuple[tuple[int, int, int], ...]
@@ -71,14 +71,14 @@ class Refused(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRanks(Message):
-    """To a host: hand the content, a packet, to these of its ranks; without any: to all, as all hosts are told to."""
+    """To a host: pass the content, a packet, to these of its ranks; () if it goes to all ranks of all hosts."""
 
     ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FromRanks(Message):
-    """From a host: the content is a packet, framed, that each of these ranks has sent; without any: each of all."""
+    """From a host: the content is a framed packet that each of these ranks has sent; if none are given, all of them."""
 
     ranks: tuple[int, ...]
 
@@ -93,7 +93,7 @@ class Printed(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Died(Message):
-    """From a host: a rank's process has ended, so, in or after a region; nothing more comes from it."""
+    """From a host: a rank's process has ended; how, and its last region. Nothing more comes from it."""
 
     rank: int
     how: str
@@ -110,21 +110,21 @@ class Signal(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abort(Message):
-    """To a host: end the region for its ranks that wait."""
+    """To a host: abort the region, so that its ranks stop waiting."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BeginAnew(Message):
-    """To a host, whose ranks are quiet: open the next generation, and replace those that died (`Started` says so)."""
+    """To a host whose ranks are quiet: open the next generation, and replace dead ranks; answered with `Started`."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """To a host: what its ranks do, "status" or "stacks", or whether they have "overwritten" memory in a region."""
+    """To a host: report its ranks' "status" or "stacks", or whether they have "overwritten" memory in a region."""
 
     what: str
     region: int = 0
@@ -132,31 +132,31 @@ class Ask(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropGiven(Message):
-    """To a host: values of these calls, which lay in its memory, are needed no more."""
+    """To a host: free values of these calls, which lie in its memory."""
 
     calls: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer(Message):
-    """To a host, whose ranks rest: let the ranks of a mesh whose key is made of this number read what they have."""
+    """To a host with idle ranks: offer their values to the ranks of a mesh whose key is made from this number."""
 
     number: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offered(Message):
-    """From a host: at this port."""
+    """From a host, the answer to `Offer`: the port."""
 
     port: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Carried(Message):
-    """Either way: the content is what one of a host's connections to the store has sent; without content it has ended.
+    """Either way: the content was sent over one of a host's connections to the store; without content it has ended.
 
     Attributes:
-        opens: it begins, and has sent nothing yet.
+        opens: the connection was just opened, and has sent nothing yet.
     """
 
     connection: int
@@ -165,7 +165,7 @@ class Carried(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report(Message):
-    """From a host: the answer to an `Ask`: the fields of each `RankStatus`, or the stacks, or whether it is so."""
+    """From a host, the answer to `Ask`: the fields of each `RankStatus`, the stacks, or "yes" if overwritten."""
 
     rows: tuple[tuple[int, str, int, int, str, int], ...]
     text: str
@@ -174,19 +174,19 @@ class Report(Message):
 # -- from a rank to a host that keeps copies of its values, each answered ----------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListCopies(Message):
-    """Say what copies there are of this rank's values; from the driver: of all ranks of other hosts."""
+    """List the copies of this rank's values; from the driver: of all ranks' values."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopiesHeld(Message):
-    """These, as (rank, call, index)."""
+    """The answer to `ListCopies`: (rank, call, index) of each copy."""
 
     names: tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeepCopies(Message):
-    """Keep values of a call, which the content has one after another, as (index, bytes)."""
+    """Keep values of a call, given as (index, number of bytes); the content has them one after another."""
 
     call: int
     values: tuple[tuple[int, int], ...]
@@ -194,19 +194,19 @@ class KeepCopies(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DropCopies(Message):
-    """Values are needed no more, as (call, first, behind the last), one after another; see `mesh.protocol.Spans`."""
+    """Drop the copies of values, given as in `mesh.protocol.Spans`."""
 
     values: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done(Message):
-    """It is done."""
+    """The answer to `KeepCopies` and `DropCopies`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendCopies(Message):
-    """Send copies of a rank's values, as (call, index)."""
+    """Send copies of a rank's values, given as (call, index)."""
 
     rank: int
     names: tuple[tuple[int, int], ...]
@@ -214,15 +214,15 @@ class SendCopies(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopiesSent(Message):
-    """The content has them, one after another, of so many bytes each."""
+    """The answer to `SendCopies`: the content has them one after another, with these sizes in bytes."""
 
     sizes: tuple[int, ...]
 
 
-# -- from a rank of a mesh that takes over the values of another, to a host of that, answered --------------------------
+# -- from a new rank of a resized mesh to a host of old ranks, answered ------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendParts(Message):
-    """Send parts of shards of a call's values, as (rank, index, where the part begins in the shard, and ends)."""
+    """Send parts of shards of a call's values, given as (rank, index, begin of the part in the shard, its end)."""
 
     call: int
     parts: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
@@ -230,8 +230,7 @@ class SendParts(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartsSent(Message):
-    """The content has them, one after another: of each so many bytes that say how its shard lies in memory, and so many
-    of its own."""
+    """The answer: the content has them one after another; `sizes` are the bytes of each shard's layout, and part."""
 
     sizes: tuple[tuple[int, int], ...]
 
@@ -239,22 +238,22 @@ class PartsSent(Message):
 # -- over relays, where hosts are many: see `relaying` -----------------------------------------------------------------
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenRelay(Message):
-    """To a host: be a relay to hosts that will come."""
+    """To a host: be a relay for hosts that will connect."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Relaying(Message):
-    """From a host: it is one, and listens at this port."""
+    """From a host: it is a relay now, and listens at this port."""
 
     port: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DialRelay(Message):
-    """To a host: have the relay that listens there.
+    """To a host: use the relay that listens there.
 
     Attributes:
-        number: by which the relay and the driver know this host's process.
+        number: the number of this host's process for the relay and the driver.
     """
 
     address: str
@@ -264,14 +263,14 @@ class DialRelay(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HasRelay(Message):
-    """From a host: it has a relay from now on, or none any more."""
+    """From a host: from now on it has a relay, or has none any more."""
 
     there: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numbered(Message):
-    """Either way: a message, which comes after the one with the number before; its content is this one's."""
+    """Either way: a message with its place in the order; the content is that message's."""
 
     number: int
     encoded: bytes
@@ -279,14 +278,14 @@ class Numbered(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Had(Message):
-    """Either way: messages up to this number were taken."""
+    """Either way, an acknowledgement: messages up to this number were taken."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forward(Message):
-    """To a relay: a message for it, and for these, as (host, number of the message for that)."""
+    """To a relay: a message for itself, and for these hosts, as (host, the message's number for that host)."""
 
     numbers: tuple[tuple[int, int], ...]
     encoded: bytes
@@ -294,10 +293,10 @@ class Forward(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gathered(Message):
-    """To a relay, from a host: a `Numbered` for the driver.
+    """From a host to its relay: a `Numbered` for the driver.
 
     Attributes:
-        done: the task that all ranks of the host have answered with this, 0 if none.
+        done: the task that all ranks of the host have now answered, 0 if none.
     """
 
     number: int
@@ -307,10 +306,10 @@ class Gathered(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bundle(Message):
-    """From a relay: what hosts have said, one content after another.
+    """From a relay: messages of several hosts, with their contents one after another; equal contents come once.
 
     Attributes:
-        groups: of each content how long it is, and whose, as (host, number, said).
+        groups: for each content its length, and the messages that have it, as (host, number, message).
     """
 
     groups: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...]
@@ -318,7 +317,7 @@ class Bundle(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse(Message):
-    """From a relay, first of all and then again and again: it runs."""
+    """From a relay, as its first message and then regularly: it is alive."""
 
 
 _codec = Codec(

@@ -1,7 +1,7 @@
-"""One host of a mesh, as the driver holds it: the link to it, and its ranks.
+"""The driver's handle on one host of a mesh: the link to it, and its ranks.
 
-A thread reads the links to all hosts (`Reading`); what ranks say it puts into the mesh's `Inbox`, and what a host
-answers goes to who has asked. Invariant: of each rank all is put there in the order in which it was said.
+One thread reads the links to all hosts (`Reading`). It puts what ranks send into the mesh's `Inbox`, and gives a host's
+answers to whoever has asked. Invariant: everything from a rank is put there in the order in which it was sent.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .link import Link
 from .relaying.ordered import Ordered
 from .tunnel import Tunnel
 
-_ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to say what they do
+_ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to answer another request
 _numbers = itertools.count(1)
 
 
 class RemoteRank(Rank):
-    """A rank on some host, of which nothing is here: what it says comes through its host's link."""
+    """A rank on another host: there are no descriptors for it here, and all messages use its host's link."""
 
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
@@ -62,7 +62,7 @@ class RemoteRank(Rank):
         return self._how or "died"
 
     def has_printed(self) -> bool:
-        return False  # that comes in its place among what it says
+        return False  # its output comes through the inbox, in order with its messages
 
     def last_answers(self) -> Iterator[wire.Packet]:
         return iter(())
@@ -72,7 +72,7 @@ class RemoteRank(Rank):
         self._host.inbox.bury(self)
 
     def close(self) -> None:
-        """There is nothing of it here."""
+        """Do nothing: there are no descriptors to close."""
 
 
 class RankHost:
@@ -80,18 +80,18 @@ class RankHost:
 
     Args:
         name: its name.
-        link: greeted, and its versions compared.
+        link: after the greeting and the comparison of versions.
         handle: the launcher's.
-        store: where the link's end here finds the store, if the host can't.
-        inbox: takes what its ranks say.
+        store: the store's address for this end of the link, if the host itself can't reach it.
+        inbox: takes what its ranks send.
 
     Attributes:
         lost: why it can't be reached any more, "" as long as it can.
-        copies: where it takes copies of other hosts' values: address and port.
-        hears: where its ranks are called by others.
-        ordered: what is said to its ranks and asked.
-        number: of this process, whichever host it is on.
-        below: the hosts that it relays to, by that number.
+        copies: the address and port where it takes copies of other hosts' values.
+        hears: rank -> the address and port where others call its objects.
+        ordered: sends messages for its ranks, and requests, in order.
+        number: identifies the host's process; a replacement has another.
+        below: the hosts that it relays to, by number.
     """
 
     def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, inbox: Inbox):
@@ -101,19 +101,19 @@ class RankHost:
         self.copies: tuple[str, int] = ("", 0)
         self.hears: dict[int, tuple[str, int]] = {}
         self._ranks: dict[int, RemoteRank] = {}
-        self._heads: dict[tuple[int, ...], bytes] = {}  # messages for ranks, without their content
-        self._asked: deque[queue.SimpleQueue[Any]] = deque()  # who waits for answers, which come in order
+        self._heads: dict[tuple[int, ...], bytes] = {}  # encoded `ToRanks`, by ranks
+        self._asked: deque[queue.SimpleQueue[Any]] = deque()  # who waits for an answer, in the order of the requests
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.ordered, self.number, self.below = Ordered(link, self._take), next(_numbers), dict[int, RankHost]()
 
     @property
     def begun(self) -> bool:
-        """Whether it has ranks, and answers."""
+        """Whether it has ranks, and can answer requests."""
         return bool(self._ranks)
 
     def fork(self, msg: protocol.Begin | protocol.BeginAnew) -> Callable[[], list[RemoteRank]]:
-        """Have it fork ranks; what waits for them, and gives them."""
+        """Have it fork ranks; returns a function that waits for them and returns them."""
         answer = self.asked(msg)
 
         def started() -> list[RemoteRank]:
@@ -124,7 +124,7 @@ class RankHost:
         return started
 
     def asked(self, msg: Any) -> Callable[[], Any]:
-        """Send what is answered; what waits for the answer, and gives it, or raises MeshError if none comes."""
+        """Send a request; returns a function that waits for the answer, or raises MeshError if none comes."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with self._lock:
             if self.lost:
@@ -156,14 +156,14 @@ class RankHost:
         msg = self._heads.get(ranks)
         if msg is None:
             msg = protocol.encode(protocol.ToRanks(ranks))
-            if len(ranks) == len(self._ranks):  # the others are many, and seldom
+            if len(ranks) == len(self._ranks):  # other sets of ranks are many, and rare
                 self._heads[ranks] = msg
         self.ordered.send_encoded(msg, pieces)
 
     # -- for the thread that reads -------------------------------------------------------------------------------------
 
     def read(self) -> bool:
-        """Take what has come; False: the connection has ended."""
+        """Take what has come; False if the connection has ended."""
         try:
             if (messages := self.link.receive(socket.MSG_DONTWAIT)) is None:
                 return False
@@ -212,7 +212,7 @@ class RankHost:
                     host.ordered.take(at, one, of_all)
 
     def _started(self, msg: protocol.Started) -> list[RemoteRank]:
-        """The ranks, which are known from now on, before anything of theirs is read."""
+        """Note the ranks, before anything from them is read."""
         started = [RemoteRank(rank, pid, self) for rank, pid, _ in msg.ranks]
         address = self.link.connection.getpeername()[0]
         self.copies = address, msg.copies
@@ -221,7 +221,7 @@ class RankHost:
         return started
 
     def end(self) -> None:
-        """Nothing more comes from there."""
+        """Note that nothing more comes from this host: its ranks are dead."""
         with self._lock:
             self.lost = self.lost or "the connection to it has ended"
             waiting = [self._asked.popleft() for _ in range(len(self._asked))]
@@ -242,7 +242,7 @@ class RankHost:
 
 
 class Reading(threading.Thread):
-    """Reads the links to hosts, from the first that is added on until it is closed, and waits for nobody."""
+    """A thread that reads the links to all hosts until it is closed, and never blocks on one of them."""
 
     def __init__(self) -> None:
         super().__init__(name="spmd-hosts", daemon=True)
@@ -252,7 +252,7 @@ class Reading(threading.Thread):
         self.start()
 
     def add(self, host: RankHost) -> None:
-        """Read a host's link; from now on that is closed by this thread."""
+        """Read a host's link; from now on only this thread closes it."""
         self._hosts.append(host)
         self._listening.selector.register(host.link.connection, READ, functools.partial(self._read, host))
 

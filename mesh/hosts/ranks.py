@@ -1,6 +1,6 @@
-"""The ranks of a mesh over several hosts, as their driver holds them.
+"""The driver's handles on the ranks of a mesh over several hosts.
 
-Invariant: a message for several ranks of a host goes there once.
+Invariant: a message for several ranks of a host is sent there once.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .meeting import Dialling, Meeting
 from .rank_host import RankHost, Reading, RemoteRank
 from .relaying.tree import Tree
 
-START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes its time
-AGAIN_SECONDS = 30.0  # for a host that was lost to come again
-_LOST = "lost with its host"  # what a rank does that another is yet to replace
+START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes long
+AGAIN_SECONDS = 30.0  # for a lost host to come back
+_LOST = "lost with its host"  # the status of a rank until it is replaced
 _TO_ALL = protocol.encode(protocol.ToRanks(()))
-_TRIES = 5  # to have all hosts there, where another is lost while one comes again
+_TRIES = 5  # to get all hosts back, if another one is lost meanwhile
 
 
 class HostRanks(Ranks):
-    """All ranks of a mesh over several hosts; see `driver.ranks.Ranks`, in whose place it is.
+    """All ranks of a mesh over several hosts; for the other methods and arguments see `driver.ranks.Ranks`.
 
     Args:
         host_list: the hosts.
-        hear: takes the inbox, where all comes that ranks say; None: nobody listens so far (`listened_to`).
-        secret: of those whose values these are to take over; of their own by default.
-        check_wanted: raises once nobody waits for them to start any more.
+        hear: takes the inbox, where everything from ranks arrives; None: nobody listens yet (see `listened_to`).
+        secret: of the ranks whose values these take over; by default that of dialled hosts, or a new one.
+        check_wanted: raises an error once nobody waits for them to start any more.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class HostRanks(Ranks):
         self.secret = own if secret is None else secret
         self._members = host_list.ranks()  # of each host
         request = request_of(layout, options, "", self._members)
-        self.number = request.key  # of which each host makes the key
+        self.number = request.key  # from which each host makes the key
         self.request = dataclasses.replace(request, key=mesh_key(self.secret, self.number))
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
         self._tree = Tree()
-        self._dropped: deque[int] = deque()  # calls whose values lay in memory of their hosts
+        self._dropped: deque[int] = deque()  # calls whose values in the hosts' memory can be freed
         self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
         self._store_at = ("", 0)
@@ -90,7 +90,7 @@ class HostRanks(Ranks):
         refused = []
         for result in begun:
             try:
-                self.all += result()  # to be closed with these, if another host refuses
+                self.all += result()  # all of them, to be closed if another host refuses
             except MeshError as error:
                 refused.append(error)
         if refused:
@@ -101,7 +101,7 @@ class HostRanks(Ranks):
         self._tree.grow(self._hosts)
 
     def _come(self, host_list: HostList, seconds: float) -> list[RankHost]:
-        """Have hosts started, and wait for them."""
+        """Start hosts, and wait for them."""
         meeting = (Dialling if host_list.dialled else Meeting)(host_list, self.secret, seconds, self._check_wanted)
         try:
             meeting.begin()
@@ -117,7 +117,7 @@ class HostRanks(Ranks):
             meeting.stop()
 
     def _begun(self, index: int) -> Callable[[], list[RemoteRank]]:
-        """Begin to have a host fork its ranks; what gives them."""
+        """Have a host fork its ranks; returns a function that waits for them."""
         host, ranks = self._hosts[index], self._members[index]
         self._host_of.update(dict.fromkeys(ranks, host))
         own = dataclasses.replace(self.request, generation=self.generation, key=self.number)
@@ -125,7 +125,7 @@ class HostRanks(Ranks):
         return host.fork(protocol.Begin(ranks, request, self._title, self.host_list.local))
 
     def _tell_where(self) -> None:
-        """Tell the ranks, by the store, where each of them hears calls."""
+        """Write into the store where each rank accepts remote calls."""
         assert self._store is not None
         limit = datetime.timedelta(seconds=self.request.timeout)
         store = AuthenticatedStore(self._store, code(self.request.key, b"store"), limit)
@@ -138,7 +138,7 @@ class HostRanks(Ranks):
         return heard
 
     def _keep_store(self, meeting: Meeting) -> None:
-        """Keep what the ranks meet in; all that is in it is authenticated with the mesh's key."""
+        """Open the store in which the ranks meet; all entries are authenticated with the mesh's key."""
         address, listener = meeting.address, meeting.for_store()
         port = listener.getsockname()[1]
         self._store_at = address, port
@@ -149,7 +149,7 @@ class HostRanks(Ranks):
         self.request = dataclasses.replace(self.request, store=where)
 
     def send(self, packet: wire.Packet, parts: list[memoryview], ranks: Iterable[int] | None) -> list[Rank]:
-        """Send a packet to ranks (None: all), once a host; nobody is held up."""
+        """Send a packet to ranks (None: all), once to each host, without waiting."""
         pieces = framed(packet)
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
@@ -158,7 +158,7 @@ class HostRanks(Ranks):
                 host.ordered.send_encoded(msg, ())
         if ranks is None and self._tree.send(_TO_ALL, pieces):
             return []
-        every = zip(self._hosts, self._members, strict=False)  # there are none once this is closed
+        every = zip(self._hosts, self._members, strict=False)  # there are no hosts once this is closed
         for host, its in every if ranks is None else self._by_host(ranks):
             host.send_to(its, pieces)
         return []
@@ -176,7 +176,7 @@ class HostRanks(Ranks):
         return any(answer.text for _, answer in self._answers(protocol.Ask("overwritten", region)))
 
     def _answers(self, msg: Any) -> list[tuple[RankHost, Any]]:
-        """What the hosts that are there answer, which all are asked at once."""
+        """Ask all hosts at once; returns the answers of those that are not lost."""
         found = []
         for host, answer in [(host, host.asked(msg)) for host in list(self._hosts) if host.begun]:
             with _unless_lost(host):
@@ -184,7 +184,7 @@ class HostRanks(Ranks):
         return found
 
     def offered_to(self, others: HostRanks) -> tuple[tuple[str, int], ...]:
-        """Have what these ranks have offered to others, who take it over: for each rank address and port of its host.
+        """Have these ranks' values offered to others that take them over; returns each rank's host's address and port.
 
         Raises:
             MeshError: a host is lost.
@@ -207,7 +207,7 @@ class HostRanks(Ranks):
         return {name: host.copies for host, answer in answers for name in answer.names}
 
     def drop_given(self, number: int) -> None:
-        self._dropped.append(number)  # told with what is sent next: here the garbage collector may be at work
+        self._dropped.append(number)  # sent with the next message, since the garbage collector may call this
 
     @property
     def remark(self) -> str | None:
@@ -227,7 +227,7 @@ class HostRanks(Ranks):
             host.link.send(protocol.Abort(why))
 
     def begin_anew(self) -> list[int]:
-        """Open the next generation, with new processes for those that died: these ranks.
+        """Open the next generation, and replace ranks that died; gives the numbers of these.
 
         Raises:
             MeshError: a host is lost.
@@ -256,7 +256,7 @@ class HostRanks(Ranks):
             raise next(host for host in self._hosts if host.lost).lost_error()
         self.bare = frozenset(bare)
         started = [*itertools.chain.from_iterable(begun.values())]
-        for rank in started:  # also where its host knew of the old one's end before that was heard here
+        for rank in started:  # also one whose host knew of a death that was not heard of here yet
             self.all[rank.rank] = rank
             self._started(rank)
         self.inbox.forget(self.all)
@@ -266,7 +266,7 @@ class HostRanks(Ranks):
         return [rank.rank for rank in started]
 
     def _start_again(self, indexes: list[int]) -> None:
-        """Have other processes hold the ranks of hosts whose own are lost."""
+        """Start new processes on the hosts whose own are lost."""
         why = self._hosts[indexes[0]].lost_error()
         for index in indexes:
             self._end(self._hosts[index])
@@ -301,7 +301,7 @@ class HostRanks(Ranks):
         )
 
     def close(self) -> None:
-        """End the per-host processes, and with them all that runs there."""
+        """End the per-host processes, and with them everything that they run."""
         self._reading.close()
         for host in self._hosts:
             self.host_list.launcher.stop(host.handle)
@@ -312,7 +312,7 @@ class HostRanks(Ranks):
 
 @contextlib.contextmanager
 def _unless_lost(host: RankHost) -> Iterator[None]:
-    """Pass over the error of a host that is lost with this."""
+    """Ignore an error if the host is lost."""
     try:
         yield
     except MeshError:
@@ -321,7 +321,7 @@ def _unless_lost(host: RankHost) -> Iterator[None]:
 
 
 def ranks_of(host_list: HostList | None, layout: Layout, options: dict[str, Any], receiving: Receiving) -> Ranks:
-    """The ranks of a mesh on this host, or on several, heard by a thread; the arguments are those of `Ranks`."""
+    """The ranks of a mesh on this host, or on several, listened to by `receiving`; for other arguments see `Ranks`."""
     if host_list is None:
         return Ranks(layout, options, receiving.add)
     return HostRanks(host_list, layout, options, receiving.add, receiving.hear)

@@ -1,6 +1,6 @@
-"""A port at which ranks ask a host's process for something, or hosts come to the driver: each proves who it is.
+"""A port where ranks make requests to a host's process, or hosts connect to the driver, after proving who they are.
 
-Invariant: of connections that have proved nothing there are few, and nobody waits for them.
+Invariant: there are only a few connections that have proved nothing yet, and nobody waits for them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Callable
 from .coded import NotOfThisMesh
 from .link import Link, accepted, greet_host, listener
 
-STRANGERS = 32  # connections at once that have not proved anything
+STRANGERS = 32  # open connections that have not proved anything yet
 
 
 class Serving:
-    """Listens from when it is made until it is closed.
+    """Listens from its creation until it is closed.
 
     Args:
-        address: of this host, at which ranks of others reach it.
-        secret: what they prove that they have.
+        address: of this host, at which ranks on other hosts reach it.
+        secret: what whoever connects has to prove to have.
         name: of its threads.
-        welcome: takes who has proved it and its link, on a thread of its own, instead of `serve`.
-        most_strangers: connections at once that have not proved it.
+        welcome: called with the index and the link of whoever has proved it, on a thread of its own, instead of
+            `serve`.
+        most_strangers: how many connections may be open that have not proved it yet.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Serving:
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def serve(self, rank: int, link: Link) -> None:
-        """Answer what a rank asks, on a thread of its own, until its connection ends; what raises ends it."""
+        """Answer a rank's requests, on a thread of its own, until its connection ends; an exception ends it, too."""
         raise NotImplementedError
 
     def _accept(self) -> None:
@@ -58,7 +59,7 @@ class Serving:
             threading.Thread(target=self._greet, args=(connection,), name=self._name, daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        """A thread's main function: one that has connected."""
+        """A thread's main function: greet a new connection, and serve it."""
         try:
             index, link = greet_host(connection, self._secret)
         except (OSError, NotOfThisMesh):
@@ -77,7 +78,7 @@ class Serving:
             link.close()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()

@@ -1,7 +1,8 @@
-"""The store where the driver can't be dialled: ranks connect to a port of their own host, and the link carries that.
+"""A tunnel to the store, if hosts can't dial the driver: ranks connect to a port of their own host, and the link
+carries these connections.
 
-Each end has one. Invariant: neither the link nor a connection is ever waited for: one thread serves all connections of
-an end, and keeps what one of them does not take yet.
+Each end has one. Invariant: it never waits for the link or a connection: one thread serves all connections of an end,
+and keeps what one of them does not take yet.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Tunnel:
     """One end.
 
     Args:
-        link: carries what comes.
-        store: where the store listens, at the driver's end; None at the host's, where ranks connect to `port`.
+        link: carries the data.
+        store: at the driver's end, where the store listens; None at the host's end, where ranks connect to `port`.
     """
 
     def __init__(self, link: Link, store: tuple[str, int] | None = None):
@@ -48,7 +49,7 @@ class Tunnel:
         threading.Thread(target=self._serve, name="spmd-tunnel", daemon=True).start()
 
     def carry(self, msg: Carried, content: bytes) -> None:
-        """Take what the other end has sent."""
+        """Take data that the other end has sent."""
         self._incoming.append((msg, content))
         self._listening.wake()
 
@@ -88,9 +89,9 @@ class Tunnel:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
-        except BlockingIOError:  # who connected has gone
+        except BlockingIOError:  # the connection is gone already
             return
-        except OSError:  # no more files can be opened: it connects meanwhile, and is let in later
+        except OSError:  # no more files can be opened: it waits, and is accepted later
             time.sleep(PAUSE_SECONDS)
             return
         number = next(self._numbers)
@@ -126,16 +127,16 @@ class Tunnel:
     def _write(self, number: int, content: bytes = b"") -> None:
         connection = self._connections.get(number)
         if connection is None:
-            return  # its end is on the way to the other side
+            return  # it has ended, which the other side will learn
         waiting = self._waiting[number]
         waiting += content
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # an end is noticed where it is read
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # its end is noticed by reading
             del waiting[: connection.send(waiting)]
         more = functools.partial(self._carry_on, number)
         self._listening.selector.modify(connection, READ | WRITE if waiting else READ, more)
 
     def _drop(self, number: int) -> None:
-        """End a connection, of which the other side needs no more: who asks the store reads each answer."""
+        """End a connection; nothing in it is lost, since a client of the store reads each answer before it ends."""
         if (connection := self._connections.pop(number, None)) is not None:
             del self._waiting[number]
             self._listening.forget(connection)

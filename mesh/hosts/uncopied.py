@@ -1,7 +1,7 @@
-"""Calls whose results are not yet copied to other hosts: what it takes to run them again, if their host is lost now.
+"""Calls whose results are not yet copied to other hosts: what it takes to run them again if their host is lost now.
 
-Invariant: a call's inputs are held here from its end on until every copy of its results is there, so that what a lost
-host had is either copied or can be computed again.
+Invariant: a call's inputs are held here from its end until all copies of its results exist, so that what a lost host
+had is either copied or can be computed again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ValuesSession(Session, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Held:
-    """What is left of a task that is over: see `Task`."""
+    """What is kept of a task that is over; see `Task`."""
 
     again: Any
     last_results: dict[int, bytes]
@@ -44,18 +44,18 @@ class Uncopied:
         self._held: dict[int, _Held] = {}  # by call
 
     def copy_to_hosts(self, session: ValuesSession) -> None:
-        """Tell all ranks where there are hosts now, if values have copies."""
+        """Send all ranks the current hosts for copies, if values have copies."""
         if session.options["copies"]:
             session.tell(self.copy_to(session.ranks, session.values))
 
     def copy_to(self, ranks: Ranks, values: Values) -> protocol.CopyTo:
-        """What these ranks are told, to have copies of all values."""
+        """The message that makes these ranks keep copies of all values."""
         self._number += 1
         needed, _ = values.needed()
         return protocol.CopyTo(self._number, ranks.copies_at(), needed)
 
     def hear(self, session: ValuesSession, rank: Rank, msg: protocol.Copying) -> None:
-        """Note what a rank says of its copies."""
+        """Note a rank's report of its copies."""
         with session.lock:
             if session.ranks.has(rank):
                 self._note(rank.rank, msg)
@@ -78,7 +78,7 @@ class Uncopied:
             held.again.packet.close()
 
     def hold(self, task: Task) -> None:
-        """A task went well: keep what it takes to run it again, if its results are still being copied."""
+        """Keep what it takes to run a successful task again, if its results are still being copied."""
         again = task.again
         if again is None or len(again.values) != 1 or again.values[0].number not in self._waits:
             return
@@ -88,7 +88,7 @@ class Uncopied:
             self._held.pop(next(iter(self._held))).again.packet.close()
 
     def tasks_for(self, lost: list[CallValues], session: ValuesSession) -> list[Task]:
-        """Tasks that make lost values again, in order, which are lost no more."""
+        """Tasks that make lost values again, in order; these values are removed from `lost`."""
         found: list[Task] = []
         left = {id(values) for values in lost if values.number not in self._held}
         named = any(values.named for values in lost if id(values) in left)
@@ -110,12 +110,12 @@ class Uncopied:
         return found
 
     def close(self) -> None:
-        """All is copied, or none is needed any more."""
+        """Forget all calls: everything is copied, or no longer needed."""
         self._waits.clear()
         for call in [*self._held]:
             self._forget(call)
 
 
 def _sources(again: Any) -> set[int]:
-    """The values that a call needs, by their identity."""
+    """The ids of the values that a call needs."""
     return {id(one._source if isinstance(one, Array) else one) for one in (*again.arguments, again.holds)}

@@ -1,4 +1,4 @@
-"""What every launched rank is to be given alike, compared: each has made its own."""
+"""Comparing what every launched rank should be given alike, since each rank makes its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..batch import Deal
 from ..failure import ranks_text
 from ..replication.values import same_bytes, shown, tensor_print
 
-# What is compared of values that are no tensors; of an object nobody knows whether it should be the same.
+# Types of non-tensor values that are compared; of other objects it isn't known whether they should be the same.
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
-# Of all leaves their keys, then of each leaf: of what kind it is, and what is compared of it.
+# First the keys of all leaves, then for each leaf its kind, and its print.
 Given = tuple[tuple[Any, bytes | None], ...]
 
 SEED = (
@@ -31,18 +31,18 @@ _ORDER = "make dicts with their keys in one order on all ranks, as sorted(...) g
 
 
 def given_tensor(tensor: torch.Tensor, *, looked_at: bool = True) -> tuple[Any, bytes | None]:
-    """What is to be compared of a tensor."""
+    """The kind and the print of a tensor; no print unless it is `looked_at`."""
     return (tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None
 
 
 def refuse_differing(
     gathered: Sequence[bytes], all_of_them: str, leaf: Callable[[int], str], where: str, remedy: str
 ) -> None:
-    """Refuse what was not given alike.
+    """Refuse leaves that are not the same on all ranks.
 
     Args:
         gathered: what each rank was given, a pickled `Given`.
-        all_of_them, leaf: what messages call the leaves together, and each by its number.
+        all_of_them, leaf: what messages call all leaves together, and each by its number.
         remedy: what to do about a leaf.
     """
     given: list[Given] = [pickle.loads(data) for data in gathered]
@@ -59,11 +59,11 @@ def refuse_differing(
 
 
 def refuse_other_batches(deals: Sequence[Deal | None], name: str, where: str) -> None:
-    """Refuse a batch of which the ranks have parts that do not belong together.
+    """Refuse a batch whose parts on the ranks do not belong together.
 
     Args:
         deals: how a `Loader` dealt each rank's part.
-        name: of what is called.
+        name: of the function that is called.
     """
     told = [None if deal is None else (deal.position, deal.source) for deal in deals]
     if len(set(told)) > 1:

@@ -1,4 +1,4 @@
-"""What `Mesh(...)` was given, checked, and its axes with -1 filled in."""
+"""Checks of the arguments of `Mesh(...)`, and filling in a size of -1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .environments import Launch
 def check_arguments(
     backend: str, device: str, threads: int | None, seed: int, timeout: float, on_loss: str, grace: float
 ) -> tuple[int, float, float]:
-    """Refuse what no mesh can be made with; seed, timeout and grace as Python's own numbers."""
+    """Refuse arguments that no mesh can have; returns seed, timeout and grace as Python's own numbers."""
     if backend != "auto" and backend not in backends():
         raise MeshError(
             message("Mesh got an unknown backend", got=repr(backend), expected=f'"auto" or one of {sorted(backends())}')
@@ -55,13 +55,13 @@ def check_arguments(
 
 
 def no_mesh(mesh: Any) -> MeshError:
-    """What was given as `mesh=` is none."""
+    """The error for a `mesh=` that is no mesh."""
     remedy = 'write mesh=Mesh({"data": 2}), or leave it out'
     return MeshError(message("this is no mesh", got=f"mesh={mesh!r}", expected="a Mesh", remedy=remedy))
 
 
 def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, device: str) -> HostList | None:
-    """What `Mesh(hosts=)` means; refuses what can't be had over several hosts, and copies that can't be had."""
+    """The hosts that `Mesh(hosts=)` means; refuses what does not work over several hosts, and impossible copies."""
     if not is_whole(copies) or copies < 0:
         raise MeshError(message("Mesh got a bad copies", got=repr(copies), expected="a whole number, at least 0"))
     if copies and launch is not None:
@@ -92,14 +92,14 @@ def hosts_of(hosts: Any, copies: Any, launch: Launch | None, backend: str, devic
 
 
 def threads_of(threads: int | None, size: int, host_list: HostList | None) -> int:
-    """The threads of each rank; 0 for those that each host shares among its own."""
+    """The threads of each rank; 0 if each host shares its cores among its own ranks."""
     if host_list is not None and not host_list.local:
         return int(threads or 0)
     return int(threads) if threads else max(1, len(os.sched_getaffinity(0)) // size)
 
 
 def check_same(layout: Layout, mine: Layout, described: str) -> None:
-    """A rank that imports a module which makes a mesh: it means the one that this process is a rank of."""
+    """Check a mesh that is made on a rank, by importing a module, say: it must be the one this rank belongs to."""
     if layout != mine:
         raise MeshError(
             message(
@@ -117,14 +117,14 @@ def layout_of(
     gpus: Callable[[int], int | None] = lambda known: None,
     host_list: HostList | None = None,
 ) -> Layout:
-    """The axes with -1 filled in; refuses what does not fit the launched job.
+    """The axes with -1 filled in; refuses axes that do not fit the launched job.
 
     Args:
-        host_list: how many ranks there are on which hosts, if `Mesh(hosts=)` says so.
-        gpus: from the product of the known sizes, how many GPUs the ranks of a driver can have; None has them on CPUs.
+        host_list: how many ranks each host has, if `Mesh(hosts=)` says so.
+        gpus: takes the product of the known sizes, and gives how many GPUs a driver's ranks can have; None for CPUs.
     """
     _check_axes(axes)
-    axes = {name: int(size) for name, size in axes.items()}  # NumPy's numbers as Python's own
+    axes = {name: int(size) for name, size in axes.items()}  # NumPy's numbers become Python's own
     free = [name for name, size in axes.items() if size == -1]
     known = math.prod(size for size in axes.values() if size != -1)
     if launch is not None:

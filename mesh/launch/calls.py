@@ -1,8 +1,8 @@
 """Calls of one signature, as a launched rank makes them.
 
-Each rank runs its own part, and the ranks tell each other of their results only when these may have changed in kind.
-Arguments that all must be given alike are compared as results are (`replication.values`), since each rank has made its
-own: a `DataLoader` that shuffles without a seed gives every rank other batches.
+Each rank runs its own part, and the ranks describe their results to each other only if these may have changed in kind.
+Arguments that must be the same on all ranks are compared like results (`replication.values`), since each rank has made
+its own: a `DataLoader` that shuffles without a seed gives every rank other batches.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
 
     Args:
-        shipped: None: nothing is sent.
+        shipped: None, since nothing is sent.
         treedef: of (args, kwargs).
-        moves: Arrays that must be cut anew before each call, and how.
+        moves: the indices of Arrays that must get another spec before each call, with that spec.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LaunchedCall:
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
-        self._metas: list[Meta] = []  # of those results that are tensors
+        self._metas: list[Meta] = []  # of the results that are tensors
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
         """Whether all Arrays among the arguments can be passed."""
@@ -91,7 +91,7 @@ class LaunchedCall:
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
-                # The tensor passed is the caller's, who may change it.
+                # A result that shares memory with a tensor passed in is copied: the caller may change that tensor.
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(
@@ -112,7 +112,7 @@ class LaunchedCall:
         comm = self._session.comm()
         news = self._found is None or not outcome.unchanged
         number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
-        # All must know whether any rank has news, or that rank would wait for the others to hear them.
+        # All must learn whether any rank has news, since all ranks then exchange descriptions.
         most_news, most, least = comm.all_reduced(
             torch.tensor([int(news), number, -number], device="cpu"), "max"
         ).tolist()
@@ -140,21 +140,21 @@ class LaunchedCall:
 
 
 def _as_here(theirs: Any, mine: Any) -> Any:
-    """This rank's structure for one that differs in nothing but that a class of the script has arrived as a copy."""
+    """This rank's structure, if the other differs only because a class of the script has arrived as a copy."""
     return mine if theirs != mine and str(theirs) == str(mine) else theirs
 
 
 class ReplicatedInputs:
-    """The arguments of calls of one signature that every rank passes whole."""
+    """The arguments that every rank passes whole, in calls of one signature."""
 
     def __init__(self, treedef: Any, plan: InputPlan, name: str):
         self._treedef, self._name, self._keys = treedef, name, trees.keys_text(treedef)
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
-        self._before: tuple[list[Any], Given] = [], ()  # the last values, if they are plain and there is nothing else
+        self._before: tuple[list[Any], Given] = [], ()  # last values, if plain and without tensors
 
     def prints(self, values: list[Any], check: Check) -> Given:
-        """What is to be compared of the leaves of a call."""
+        """What ranks compare of a call's arguments."""
         if not check:
             return ()
         given = [values[index] for index in self._values]
@@ -169,12 +169,12 @@ class ReplicatedInputs:
         for value in given:
             plain = type(value) in PLAIN
             found.append((type(value).__name__, pickle.dumps(value) if plain else None))
-        if not self._tensors and all(type(value) in PLAIN for value in given):  # others may hold much memory
+        if not self._tensors and all(type(value) in PLAIN for value in given):  # other objects may hold much memory
             self._before = given, tuple(found)
         return tuple(found)
 
     def compare(self, gathered: list[bytes], where: str) -> None:
-        """Refuse what was not given alike, as the pickled `prints` of the ranks tell."""
+        """Refuse arguments that differ between ranks, according to the ranks' pickled `prints`."""
         indexes = [*self._tensors, *self._values]
 
         def leaf(number: int) -> str:
@@ -184,14 +184,14 @@ class ReplicatedInputs:
 
 
 def number_of(given: Given, prints: bytes) -> int:
-    """A number that is the same on all ranks if what they tell is."""
+    """A number from what a rank compares: if ranks' numbers differ, so does that."""
     if not given and not prints:
         return 0
     return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
 
 
 def number_of_batch(deal: Deal) -> int:
-    """The same for a batch that has the same place in the run, and comes of like Loaders."""
+    """The same for a batch: its place in the run, and what its Loader depends on."""
     return zlib.crc32(f"{deal.position} {deal.source}".encode())
 
 

@@ -1,9 +1,9 @@
 """Launched mode: find out from the environment variables whether something started this process as a rank, and which.
 
-Launchers agree on little, and their variables leak: an interactive Slurm shell carries a rank of nobody, a pod of
-Kubeflow carries a RANK that may count nodes. So each environment is one small class that says when it is there, and
-if not, why not. Invariant: a process is a rank only if one environment names its rank *and* the number of ranks; the
-first in `ENVIRONMENTS` that does decides, and one that contradicts itself is an error, never a guess.
+Launchers agree on little, and their variables leak: an interactive Slurm shell has a rank variable without being a
+rank, and in a pod of Kubeflow RANK may count nodes. So each environment is one small class that says whether it is
+present, and if not, why not. Invariant: a process is a rank only if one environment gives its rank *and* the number of
+ranks; the first such in `ENVIRONMENTS` decides, and one that contradicts itself is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Launch:
     Args:
         rank: 0 to size - 1.
         size: number of ranks of the whole launch.
-        local_rank: this rank's number on its host. Where the environment is silent it is counted as if ranks filled
-            one host after another: `rank % local_size`, or `rank` if that is unknown as well.
+        local_rank: this rank's number on its host. If the environment does not say, ranks are assumed to fill one host
+            after another: `rank % local_size`, or `rank` if that is unknown as well.
         local_size: number of ranks on this host, None if the environment does not say.
         init_method: where the ranks meet, as in `torch.distributed`: "env://" (MASTER_ADDR and MASTER_PORT),
             "tcp://host:port", "file:///path"; None if nothing says it. The host is that of rank 0.
@@ -47,8 +47,8 @@ class Environment:
 
     Attributes:
         name: what `Launch.source` says.
-        names: the variables that hold rank, size, local rank and local size; several to one value, separated by a
-            blank, are alternatives, of which the first that is set counts; "" if there is none.
+        names: the variables that hold rank, size, local rank and local size; "" if there is none. Alternatives are
+            separated by a blank, and the first that is set counts.
     """
 
     name: ClassVar[str]
@@ -56,9 +56,9 @@ class Environment:
 
     @classmethod
     def absent(cls, environ: Environ) -> str:
-        """Why this environment did not start the process; empty if it did: if its rank or size is set."""
+        """Why this environment did not start the process; empty if it did, that is, if its rank or size is set."""
         rank, size = (name.partition(" ")[0] for name in cls.names[:2])
-        # One alone is a contradiction, which `_read` reports.
+        # If only one of them is set, `_read` reports the contradiction.
         return "" if environ.get(rank) or environ.get(size) else f"{rank} and {size} are not set"
 
     @classmethod
@@ -67,13 +67,13 @@ class Environment:
 
     @classmethod
     def launch(cls, environ: Environ) -> Launch:
-        """Read the rank, where `present`; variables that contradict each other raise `MeshError`."""
+        """Read the launch, if `present`; raises `MeshError` if variables contradict each other."""
         launch = _read(environ, cls.name, cls.names)
         return dataclasses.replace(launch, init_method=stated(environ) or cls.meeting(environ, launch))
 
     @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
-        """Where the ranks meet if the user does not say so: the same on all of them, or None."""
+        """Where the ranks meet if the user does not say: the same on all of them, or None."""
         return None
 
 
@@ -89,7 +89,7 @@ class Explicit(Environment):
 
 
 class Torchrun(Environment):
-    """torchrun and `spmd run`. RANK and WORLD_SIZE alone are no launch: other tools set them and count nodes."""
+    """torchrun and `spmd run`. RANK and WORLD_SIZE alone don't count: other tools set them to count nodes."""
 
     name = "torchrun"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -102,9 +102,9 @@ class Torchrun(Environment):
 class OpenMpi(Environment):
     """mpirun of Open MPI.
 
-    On one host the ranks meet at 127.0.0.1. On several they meet at the first host of the Slurm or LSF job, and
-    outside of a job at the host where mpirun runs, since rank 0 is there by default; if it is not (mpirun on a login
-    node with --host), say where with SPMD_INIT_METHOD or MASTER_ADDR and MASTER_PORT.
+    On one host the ranks meet at 127.0.0.1. On several they meet at the first host of the Slurm or LSF job; outside of
+    a job at the host where mpirun runs, since rank 0 is there by default. If it is not (mpirun on a login node with
+    --host), set SPMD_INIT_METHOD, or MASTER_ADDR and MASTER_PORT.
     """
 
     name = "openmpi"
@@ -125,7 +125,7 @@ class OpenMpi(Environment):
 class Pmi(Environment):
     """mpiexec of MPICH, Intel MPI and MVAPICH (Hydra), and of Cray PALS: the PMI protocol's variables.
 
-    Hydra says nothing that tells its job or first host, so those come from the Slurm or LSF job, if there is one.
+    Hydra's variables don't give its job or first host, so these come from the Slurm or LSF job, if there is one.
     """
 
     name = "pmi"
@@ -133,7 +133,7 @@ class Pmi(Environment):
 
     @classmethod
     def absent(cls, environ: Environ) -> str:
-        # srun sets these too when it speaks PMI itself; its own variables say more, and tell a shell from a rank.
+        # srun sets these, too, if it speaks PMI itself; its own variables say more, and tell a shell from a rank.
         srun = environ.get("SLURM_STEP_ID") and environ.get("PMI_SIZE") == environ.get("SLURM_STEP_NUM_TASKS")
         if srun and environ.get("PMI_SIZE") and not environ.get("MPI_LOCALRANKID"):
             return "PMI_RANK and PMI_SIZE are those of srun"
@@ -175,7 +175,7 @@ class Slurm(Environment):
     @classmethod
     def meeting(cls, environ: Environ, launch: Launch) -> str | None:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-        # The last resort is where srun ran: in a batch script that is the first node too.
+        # The last resort is the host where srun ran: in a batch script that is the first node, too.
         host = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "")) == [launch.size]:
             host = "127.0.0.1"
@@ -196,8 +196,8 @@ class Lsf(Environment):
 class Kubeflow(Environment):
     """A pod of a Kubeflow PyTorchJob that runs Python directly: one rank a pod, alone on its host.
 
-    The trap: the operator numbers *pods* and calls that RANK. Where it also sets PET_* variables it expects torchrun
-    in the pod, which reads them, starts several ranks, and gives each its own RANK; so with PET_* this is no rank.
+    Beware: the operator numbers *pods*, and calls that RANK. If it also sets PET_* variables, it expects torchrun in
+    the pod, which reads them, starts several ranks, and gives each its own RANK; so with PET_* this is no rank.
     """
 
     name = "kubeflow"
@@ -234,7 +234,7 @@ def detect(environ: Environ = os.environ) -> Launch | None:
 
 
 def describe(environ: Environ = os.environ) -> list[tuple[str, bool, str]]:
-    """For every environment, in the order in which they are tried: its name, whether it was found, and why (not).
+    """For every environment, in the order in which they are tried: its name, whether it is present, and why (not).
 
     >>> describe({"RANK": "3", "WORLD_SIZE": "8"})[1]
     ('torchrun', False, 'LOCAL_RANK is not set')
@@ -261,7 +261,7 @@ def _unset(environ: Environ, *names: str) -> str:
 
 
 def _in_job(environ: Environ, launch: Launch) -> str | None:
-    """Where ranks meet that say nothing of it: at the first host of their Slurm or LSF job."""
+    """Where ranks meet whose launcher does not say: at the first host of their Slurm or LSF job."""
     host, job = job_of(environ)
     return tcp("127.0.0.1" if launch.local_size == launch.size else host, job)
 

@@ -1,7 +1,7 @@
-"""Ranks that have met in a store find out who shares a host, and map what ranks of one host share.
+"""Joining: ranks that have met in a store find out which of them share a host, and map the host's arena.
 
-It needs no mesh: a process group of torch's begins the same way. Invariant: all ranks of all hosts come to the same
-conclusion, so that where one of them can't map its arena none does.
+It needs no mesh: a process group of torch begins the same way. Invariant: all ranks of all hosts come to the same
+conclusion, so that if one of them can't map its arena, none does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Joined:
     """What a rank knows after joining.
 
     Attributes:
-        watch: the arena, the store's watch, or what joins the two.
-        arena: of this host; None where there is none.
+        watch: through which aborts travel: the arena, a watch over the store, or both joined.
+        arena: this host's; None if there is none.
         hosts: the ranks of each host.
         identity: this host's.
     """
@@ -47,11 +47,11 @@ def join(
     make_arena: Callable[[int, int, int], Arena] = Arena,
     make_host_arena: Callable[[int, list[int], int, StoreWatch], HostArena] = HostArena,
 ) -> Joined:
-    """Learn where the others are, and map this host's arena, if `backend` has a use for one.
+    """Learn where the other ranks are, and map this host's arena if `backend` has a use for one.
 
     Args:
-        make_arena: called as `make_arena(fd, size, rank)` where all ranks are on one host.
-        make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` where they are on several.
+        make_arena: called as `make_arena(fd, size, rank)` if all ranks are on one host.
+        make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` if they are on several.
     """
     store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}")
     entries = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
@@ -86,8 +86,8 @@ def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
 def _host_identity() -> str:
     """Equal for processes of one host: one kernel, one pid and network namespace, one user.
 
-    Containers, and network namespaces without one, count as hosts of their own: their ranks have addresses of their
-    own, and so can be told apart in what is measured and in what fails.
+    Each container or network namespace counts as a host: its ranks have their own addresses, so that measurements and
+    failures can be told apart.
     """
     return f"{namespace()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
 
@@ -101,7 +101,7 @@ def _by_host(identities: list[str]) -> list[list[int]]:
 
 
 def _reachable_at(rank: int, hosts: list[list[int]], addresses: list[str]) -> str | None:
-    """Where the others reach this rank: as it says, or, on the host where all met, as the first of the other hosts."""
+    """The address where other ranks reach this one: its own entry, else the address it has towards another host."""
     if len(hosts) == 1:
         return chosen_address() or "127.0.0.1"
     if addresses[rank]:
@@ -114,7 +114,7 @@ def _reachable_at(rank: int, hosts: list[list[int]], addresses: list[str]) -> st
 def _shared_arena(
     store: Any, rank: int, hosts: list[list[int]], timeout: float, open_arena: Callable[[int], Arena]
 ) -> Arena | None:
-    """The arena of this rank's host, made by its first rank; None on every rank of all hosts if one of them can't."""
+    """The arena of this rank's host, made by the host's first rank; None on all ranks if any can't map its arena."""
     arena = fd = None
     leader = next(host[0] for host in hosts if rank in host)
     try:

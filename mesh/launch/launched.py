@@ -1,7 +1,7 @@
 """Launched ranks: a launcher started the processes, and each runs the whole script.
 
-The ranks meet through a `torch.distributed` store. Ranks of one host then share an arena. A region is a plain call
-here; when it fails on one rank, all ranks meet again, learn of it, and raise the same exception.
+The ranks meet through a `torch.distributed` store. Ranks of one host then share an arena. Here a region is a plain
+function call; if it fails on one rank, all ranks meet again, exchange what happened, and raise the same exception.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _meshes = 0
 def join(
     layout: Layout, launch: Launch, *, backend: str, device: str, seed: int, timeout: float
 ) -> tuple[RankSession, str]:
-    """Meet the other ranks: this rank's session, and the backend that was chosen."""
+    """Meet the other ranks; returns this rank's session, and the backend that was chosen."""
     global _meshes
     check_not_imported_by_worker()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else a launcher that is killed leaves its ranks training
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # else ranks would go on if the launcher was killed
         end_with_parent(os.getppid())
     _meshes += 1
     _write_whole_lines()
@@ -83,19 +83,19 @@ def join(
     )
     session.renew(1)
     if _meshes == 1:
-        from ..rank.debugger import debug_through  # not with `import spmd`: it brings all that pdb needs
+        from ..rank.debugger import debug_through  # not at the top: it imports all that pdb needs
 
         debug_through(session)
         gc.collect()
-        gc.freeze()  # what torch has made so far: looking through it for garbage takes longer than many a step
-        atexit.register(gc.unfreeze)  # so that all is closed at the end, and meeting places are removed
+        gc.freeze()  # torch's many objects: searching them for garbage can take longer than a step
+        atexit.register(gc.unfreeze)  # so that at exit everything is closed, and meeting places are removed
     return session, backend
 
 
 def _write_whole_lines() -> None:
-    """Ranks share the launcher's output: let each line leave in one piece, not when a buffer happens to be full."""
+    """Buffer output by lines: ranks share the launcher's output, where lines should stay in one piece."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not what a program, or a test, has put in its place
+        if isinstance(stream, io.TextIOWrapper):  # unless a program, or a test, has replaced it
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
@@ -103,7 +103,7 @@ def call(session: RankSession, body: Callable[[], Any], what: str) -> Any:
     """A region on a launched rank: all ranks raise what one of them raises.
 
     Args:
-        what: it is; another on another rank is an error.
+        what: the name of the call; it is an error if another rank makes a call with another name.
     """
     if session.foreign:
         raise forked_cannot("make a call of all ranks")
@@ -113,7 +113,7 @@ def call(session: RankSession, body: Callable[[], Any], what: str) -> Any:
         with session.region(session.regions, what):
             return body()
     except BaseException as error:
-        if session.foreign:  # a child that comes back from here: the rank itself meets the others
+        if session.foreign:  # a forked child that got here: only the rank itself meets the others
             raise
         failed = _recover(session, error)
     session.run_state.note_failure()
@@ -131,7 +131,7 @@ def _recover(session: RankSession, error: BaseException) -> BaseException:
             for rank, data in enumerate(session.comm().all_gather_bytes(wire.to_bytes(failure)))
         }
     except (PeerLost, MeshError, Aborted) as other:
-        # The others are gone or busy: what they said before is all there is.
+        # The others are gone or busy, so only what is known already can be raised.
         if isinstance(error, Aborted):
             return other if isinstance(other, PeerLost) else PeerLost(str(error))
         if isinstance(error, PeerLost) and isinstance(other, PeerLost) and other.rank != error.rank:
@@ -141,12 +141,12 @@ def _recover(session: RankSession, error: BaseException) -> BaseException:
 
 
 def _meet(session: RankSession, generation: int) -> None:
-    """Wait until every rank has left the failed region, then open the next generation together."""
+    """Wait until every rank has left the failed region, and open the next generation together."""
     arena = session.arena
     end = time.monotonic() + RECOVERY_SECONDS
     if arena is None:
         _meet_in_store(session, generation, end)
-        session.renew(generation)  # before anything looks at the store again, where the old generation is aborted
+        session.renew(generation)  # before anything checks the store again, where the old generation is aborted
         if isinstance(session.watch, HostWatch):
             _clear(session.watch.arena, generation, end, leads=session.watch.arena.rank == 0)
         return
@@ -178,7 +178,7 @@ def _meet_in_store(session: RankSession, generation: int, end: float) -> None:
 
 
 def _clear(arena: Arena, generation: int, end: float, *, leads: bool) -> None:
-    """Forget, all together, what ended the failed region."""
+    """Clear the abort of the failed region, on all ranks of the host together."""
     if leads:
         arena.clear(generation)
     while arena.shared_generation < generation:
@@ -195,7 +195,7 @@ def _check_time(end: float, who: str) -> None:
 
 
 def set_threads(threads: int | None, launch: Launch, size: int) -> int:
-    """Pin torch's threads: this host's cores shared among its ranks, unless the user says otherwise."""
+    """Set torch's threads: by default this host's cores, shared among its ranks."""
     if threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, launch.local_size or size))
     torch.set_num_threads(threads)

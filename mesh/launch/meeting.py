@@ -1,6 +1,6 @@
-"""Where launched ranks meet, read from the environment: hosts, ports, and the spellings that clusters use for them.
+"""Where launched ranks meet, read from the environment: hosts, ports, and how different clusters spell them.
 
-Invariant: all ranks of a launch compute the same address, so only variables that are equal on all of them are used.
+Invariant: all ranks of a launch compute the same address, since only variables that are equal on all of them are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Environ = Mapping[str, str]
 
 
 def integer(environ: Environ, name: str) -> int | None:
-    """The variable as an integer; None if it is not set, or empty, as shell scripts leave it."""
+    """The variable as an integer; None if it is not set, or is empty, as shell scripts may leave it."""
     text = environ.get(name)
     if not text:
         return None
@@ -62,23 +62,23 @@ def stated(environ: Environ) -> str | None:
 
 
 def tcp(host: str | None, job: int | None, step: int = 0) -> str | None:
-    """An address made from a host and the numbers of the job there; None if the host or the job is unknown.
+    """An address from a host and the numbers of a job and its step; None if the host or the job is unknown.
 
     >>> tcp("node1", 17), tcp("node1", 18), tcp("fe80::1", 17, step=1), tcp(None, 17)
     ('tcp://node1:61457', 'tcp://node1:61458', 'tcp://[fe80::1]:62478', None)
     """
     if host is None or job is None:
         return None
-    # 61440 to 65535: above Linux's ephemeral ports (32768 to 60999), so no client socket sits there by chance.
+    # 61440 to 65535: above Linux's ephemeral ports (32768 to 60999), so that no client socket has the port by chance.
     # 1021 is coprime to 4096: up to 4096 steps of a job, and steps of neighbouring jobs, get ports of their own.
     port = 61440 + (job + 1021 * step) % 4096
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def job_of(environ: Environ) -> tuple[str | None, int | None]:
-    """The first host and the number of the Slurm or LSF job that a foreign launcher runs in; None for what is unknown.
+    """The first host and the number of the Slurm or LSF job that another launcher runs in; None for what is unknown.
 
-    Not of the step: mpirun starts its daemons as a step of its own, in which the first host's ranks do not take part.
+    The job's and not the step's: mpirun's daemons are a step of their own, without the ranks of the first host.
 
     >>> job_of({"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "batch2 1 h41n03 42 h41n04 42"})
     ('h41n03', 5)
@@ -93,7 +93,7 @@ def job_of(environ: Environ) -> tuple[str | None, int | None]:
 
 
 def mpirun_of(environ: Environ) -> tuple[str, int, int] | None:
-    """The host where Open MPI's mpirun runs, and two numbers that tell it from others there; None if unknown.
+    """The host where Open MPI's mpirun runs, and two numbers that identify it there; None if unknown.
 
     >>> mpirun_of({"PMIX_NAMESPACE": "prterun-gpu-node18-3854@1"})
     ('gpu-node18', 3854, 1)
@@ -122,7 +122,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node, from Slurm's shorthand; empty if it is not understood.
+    """The number of tasks on each node, from Slurm's shorthand; empty if that is not understood.
 
     >>> tasks_per_node("2(x3),1"), tasks_per_node("")
     ([2, 2, 2, 1], [])

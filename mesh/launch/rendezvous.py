@@ -1,8 +1,8 @@
-"""Meeting: how launched ranks find each other, and what is said when they don't.
+"""Rendezvous: how launched ranks find each other, and the errors if they don't.
 
-A `torch.distributed` store is the meeting place: one that the user has, or one made from `env://`, `tcp://host:port`
-or `file:///path`. Then comes the roll call. Invariant: of what is in the store a mesh sees only what ranks of the job
-have written; and a job on one host listens on loopback, if at all.
+A `torch.distributed` store is the meeting place: the user's own, or one made from `env://`, `tcp://host:port` or
+`file:///path`. Then comes the roll call. Invariant: a mesh only sees entries of the store that ranks of the job have
+written; and a job on one host listens on loopback, if at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .secret import open_own, own_folders, secret_of_user
 
 _explicit: Launch | None = None
 _given_store: dist.Store | None = None
-_met: tuple[dist.Store, bytes] | None = None  # where, and the key of the job
+_met: tuple[dist.Store, bytes] | None = None  # the store, and the key of the job
 _interface: str | None = None
 
 
@@ -43,7 +43,7 @@ def initialize(
     local_size: int | None = None,
     interface: str | None = None,
 ) -> None:
-    """Make this process a rank by explicit arguments, which go before any environment variable.
+    """Make this process a rank by explicit arguments, which override environment variables.
 
     Call it before the first Mesh, in every process of the job; `Mesh(...)` then spans them.
 
@@ -53,12 +53,12 @@ def initialize(
         init_method: where to meet: "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" (of rank 0), "file:///path"
             (on a file system that all share).
         store: an existing `torch.distributed.Store` to meet in instead.
-        local_rank, local_size: this rank's number on its host, and how many are there.
-        interface: the network interface, or the address, at which the other hosts reach this one; None takes
-            SPMD_INTERFACE, then GLOO_SOCKET_IFNAME, then the one that leads to where the ranks meet.
+        local_rank, local_size: this rank's number on its host, and how many ranks are there.
+        interface: the network interface, or the address, at which other hosts reach this one; None takes
+            SPMD_INTERFACE, then GLOO_SOCKET_IFNAME, then the interface that leads to the meeting place.
 
     Raises:
-        MeshError: bad numbers, both or none of the meeting places, or called after the first Mesh.
+        MeshError: bad numbers, both or neither of `init_method` and `store`, or called after the first Mesh.
     """
     global _explicit, _given_store, _interface
     if _met is not None:
@@ -86,7 +86,7 @@ def launch_of_process() -> Launch | None:
 
 
 def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
-    """A part of the store in which all ranks of the job have signed in, once in a process, and of what they write."""
+    """A part of the authenticated store in which all ranks of the job meet; they sign in once for each process."""
     global _met
     if _met is None:
         secret = secret_of_user()
@@ -98,7 +98,7 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
         where = "the given store" if _given_store is not None else method
         one_host = launch.local_size == launch.size or leads_nowhere_else(store)
         key = RollCall(store, launch, where, secret, one_host=one_host, restarts=restarts).key(timeout)
-        if restarts:  # what ranks that are gone have left is not seen, either
+        if restarts:  # a prefix of its own hides what ranks of earlier starts have left
             store = dist.PrefixStore(code(key, b"store").hex()[:16], store)
         _met = store, key
     store, key = _met
@@ -108,27 +108,27 @@ def meet(launch: Launch, timeout: float, part: str) -> AuthenticatedStore:
 
 
 def address() -> str | None:
-    """Where the other hosts reach this one, as far as this rank knows; call it after `meet`."""
+    """The address where other hosts reach this one, as far as this rank knows; to be called after `meet`."""
     return chosen_address() if _met is None else address_beside(_met[0])
 
 
 def address_beside(store: Any) -> str | None:
-    """Where the other hosts reach this one, which meets them in a store, as far as this rank knows."""
+    """The address where other hosts that meet in this store reach this one, as far as this rank knows."""
     given = chosen_address()
     if given is not None:
         return given
-    host = getattr(innermost(store), "host", None)  # a file is nowhere
+    host = getattr(innermost(store), "host", None)  # a FileStore has no host
     return None if host is None else towards(host)
 
 
 def chosen_address() -> str | None:
-    """The address that the user wants this host to be reached at, if any."""
+    """The address at which the user wants this host to be reached, if any."""
     interface = _interface or chosen()
     return None if interface is None else address_of(interface)
 
 
 def _beside_parent() -> str:
-    """Where ranks of one parent on one host meet when nothing says it: a file of the user's, named after the parent."""
+    """Where ranks of one parent process on one host meet by default: a file of the user, named after the parent."""
     with open(f"/proc/{os.getppid()}/stat") as file:
         started = file.read().rpartition(")")[2].split()[19]
     for folder in own_folders(home_first=False):
@@ -156,7 +156,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
                 )
             ) from None
         store = dist.FileStore(address.path, launch.size)
-        # A store that goes takes its rank off the file, and the last one the file away: a fork of a rank never lets go.
+        # When a store is freed, its rank signs off, and the last one removes the file: a fork must never free it.
         os.register_at_fork(after_in_child=functools.partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store)))
         store.set_timeout(limit)
         return store
@@ -179,19 +179,19 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     private = is_loopback(host)
     if host == "localhost":
-        host = "127.0.0.1"  # one family, so that who listens there and who connects do not miss each other
+        host = "127.0.0.1"  # one address family, so that listener and clients don't miss each other
     if not hosts:
         _wait_for_listener(host, port, launch, timeout)
     listener = _listener(host if private else "", port, launch) if hosts else None
     try:
-        # The first of these in a process asks for its peer's name: 5 to 10 s where a name service does not answer.
+        # The first TCPStore in a process looks up its peer's name: 5 to 10 s if a name service does not answer.
         return dist.TCPStore(host, port, None, hosts, limit, wait_for_workers=False, master_listen_fd=listener)
     except (RuntimeError, ValueError) as error:
         raise _port_error(port, launch, str(error).splitlines()[0]) from None
 
 
 def _wait_for_listener(host: str, port: int, launch: Launch, timeout: float) -> None:
-    """TCPStore's own retries overrun the timeout and print stack traces."""
+    """Wait until something listens there: TCPStore's own retries overrun the timeout and print stack traces."""
     end = time.monotonic() + timeout
     while True:
         try:
@@ -213,7 +213,7 @@ def _wait_for_listener(host: str, port: int, launch: Launch, timeout: float) -> 
 def _listener(host: str, port: int, launch: Launch) -> int:
     """A listening socket for the store, as a descriptor: at one address, or at all of them.
 
-    TCPStore itself always takes all, and may share a port with whoever has it: a stranger's port must be an error.
+    TCPStore itself always listens at all addresses, and may share a port that is in use, which must be an error.
     """
     everywhere = not host and socket.has_ipv6
     family = socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET

@@ -1,12 +1,12 @@
-"""The roll call: every rank signs in at the meeting place, and nobody goes on before all have.
+"""The roll call: every rank signs in at the meeting place, and none goes on before all have.
 
-A sign-in carries a code of the job's secret and a number used once; the numbers of all ranks make the key of the job,
-so that nothing of an earlier job fits into this one. Invariant: a rank that is missing, there twice or of another
-opinion on the number of ranks is named within the timeout, on all ranks; and who does not know the secret is nobody.
+A sign-in has a code made with the job's secret, and a number used once. The numbers of all ranks make the key of the
+job, so that nothing from an earlier job is valid in this one. Invariant: if a rank is missing, signs in twice or
+expects another number of ranks, all ranks name it within the timeout; and whoever does not know the secret is ignored.
 
 Under a launcher that restarts ranks, a meeting place has sign-ins of ranks that are gone, and the launchers of several
-hosts count restarts each for itself. There each rank says, besides, which numbers it has seen: the meeting is over when
-all ranks have said the same, with one's own new number in it, which nobody can have said before.
+hosts count restarts independently. There, each rank also announces which numbers it has seen. The meeting is over when
+all ranks have announced the same; that includes one's own new number, which no earlier announcement can contain.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .environments import Launch
 from .secret import Secret, required
 
 _LOOK_SECONDS = 0.02
-_LONGEST = 4096  # bytes of a signature
-_MARK_BYTES = 8  # that tell one secret from another, and nothing about it
+_LONGEST = 4096  # bytes of a signature at most
+_MARK_BYTES = 8  # a hash that tells one secret from another, and says nothing about it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Signature:
 
     @staticmethod
     def parse(data: bytes) -> _Signature:
-        """Raises ValueError: it is none; anybody may have written it."""
+        """Read a signature, which anybody may have written; raises ValueError if it is none."""
         try:
             found = _Signature(**json.loads(data[:_LONGEST]))
         except (TypeError, RecursionError) as error:
@@ -68,10 +68,10 @@ class RollCall:
 
     Args:
         store: the meeting place.
-        where: what it is called in messages.
-        secret: what this rank has.
-        one_host: whether all ranks are known to be on this host, and so to have the same file at home.
-        restarts: whether ranks that are gone may have met here.
+        where: its name, for messages.
+        secret: the secret that this rank has.
+        one_host: whether all ranks are known to be on this host, and so to have the same secret file.
+        restarts: whether ranks that are gone may have signed in here.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RollCall:
         self._mine = self._mark + seal(secret.key, self._name, mine.text())
 
     def key(self, timeout: float) -> bytes:
-        """Sign in, and wait for all others: the key of the job."""
+        """Sign in, and wait for all other ranks; returns the key of the job."""
         if self._restarts:
             return self._key_among_restarts(timeout)
         size = self._launch.size
@@ -132,7 +132,7 @@ class RollCall:
             time.sleep(_LOOK_SECONDS)
 
     def _signed_in(self, known: Collection[int] = ()) -> tuple[dict[int, _Signature], dict[int, bytes]]:
-        """The other ranks that have signed in, now or before, and what is there that this secret has not made."""
+        """The ranks not known yet that have signed in, and entries that were not made with this secret."""
         found: dict[int, _Signature] = {}
         strange: dict[int, bytes] = {}
         for peer in range(self._launch.size):
@@ -146,10 +146,10 @@ class RollCall:
         return found, strange
 
     def _opened(self, peer: int, data: bytes) -> _Signature | None:
-        """Who has signed in as a rank; None if this secret has not made it."""
+        """The signature in an entry; None if it was not made with this secret."""
         opened = unseal(self._secret.key, f"rank/{peer}", data[_MARK_BYTES:])
         if opened is not None:
-            with contextlib.suppress(ValueError):  # where there is no secret anybody may have made it
+            with contextlib.suppress(ValueError):  # without a secret, anybody may have made it
                 return _Signature.parse(opened)
         return None
 
@@ -165,7 +165,7 @@ class RollCall:
             return
         other = self._opened(rank, there)
         if other is None:
-            self._stay()  # nobody's
+            self._stay()  # not from a rank of this job
             return
         if gone(other.namespace, other.pid):
             problem = (
@@ -182,7 +182,7 @@ class RollCall:
         raise MeshError(message(problem, where=where, remedy=remedy))
 
     def _stay(self) -> None:
-        """Write this rank's own again where somebody else's, who is nobody, stands."""
+        """Write this rank's entry again if somebody without the secret has overwritten it."""
         if self._opened(self._launch.rank, self._store.get(self._name)) is None:
             self._store.set(self._name, self._mine)  # type: ignore[arg-type]
 
@@ -218,18 +218,18 @@ class RollCall:
             )
         )
 
-    # -- hosts that do not share home directories, and have been given no secret ---------------------------------------
+    # -- hosts that do not share home directories, and were given no secret --------------------------------------------
 
     def _everyone(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> tuple[bytes, dict[int, _Signature]]:
-        """The ranks' secret, and who has come: those with secrets of their own count once all are there."""
+        """The ranks' secret, and who has signed in; ranks with other secrets count only once all are there."""
         all_here = bool(strange) and len(found) + len(strange) == self._launch.size
         others = self._of_other_secrets(found, strange) if all_here else {}
         return b"" if others else self._secret.key, {**found, **others}
 
     def _of_other_secrets(self, found: dict[int, _Signature], strange: dict[int, bytes]) -> dict[int, _Signature]:
-        """The ranks of hosts that have another file at home; none where all must have the same, or nobody's is there.
+        """The ranks of hosts with another secret file; none if all must have the same, or an entry is no signature.
 
-        All must where the user has chosen a secret, on one host, and where a rank of another host has this one's.
+        All must have the same if the user has chosen one, if all are on one host, or if some other host has this one.
         """
         if self._secret.chosen or self._one_host:
             return {}
@@ -248,7 +248,7 @@ class RollCall:
         return others
 
     def _without_secret(self) -> None:
-        """Say, or refuse, that whoever reads the meeting place knows the job's key."""
+        """Warn that the job has no secret, so that whoever reads the meeting place knows its key; or refuse that."""
         hosts = "" if self._one_host else " over several hosts"
         problem = f"this job{hosts} has no secret: who reaches its ports can take part in it"
         remedy = "give all ranks the same SPMD_SECRET or SPMD_SECRET_FILE; see docs/security.md"

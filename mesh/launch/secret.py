@@ -1,8 +1,8 @@
-"""The secret of a job: what its ranks know, and nobody else, so that they can tell each other from anyone else.
+"""The secret of a job, which only its ranks know, so that they can tell each other from anyone else.
 
-In this order: SPMD_SECRET (which `spmd run` makes and hands to its ranks), the file that SPMD_SECRET_FILE names, and a
-file in the user's home directory that is made on first use. The last is the ranks' own where they are on one host, or
-on hosts that share home directories; whether they do is found out when they meet.
+It is, in this order: SPMD_SECRET (which `spmd run` makes and passes to its ranks), the file that SPMD_SECRET_FILE
+names, or a file in the user's home directory that is made on first use. The latter works for ranks on one host, or on
+hosts that share home directories; whether they do is found out when they meet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST = 16  # characters of a secret
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Secret:
-    """A key, where it is from, and whether the user has chosen it, so that all ranks must have it."""
+    """A key, its origin, and whether the user has chosen it (then all ranks must have it)."""
 
     key: bytes
     origin: str
@@ -35,7 +35,7 @@ def secret_of_user(environ: Environ = os.environ) -> Secret:
     """The secret that this process has before it has met any other.
 
     Raises:
-        MeshError: SPMD_SECRET or SPMD_SECRET_FILE is set, and is none.
+        MeshError: SPMD_SECRET or SPMD_SECRET_FILE is set, and can't be used.
     """
     if text := environ.get("SPMD_SECRET"):
         return Secret(_checked(os.fsencode(text), "SPMD_SECRET"), "SPMD_SECRET", True)
@@ -48,7 +48,7 @@ def secret_of_user(environ: Environ = os.environ) -> Secret:
 
 
 def required(environ: Environ = os.environ) -> bool:
-    """Whether the user wants no job over several hosts that has no secret."""
+    """Whether the user forbids jobs without a secret."""
     return environ.get("SPMD_REQUIRE_SECRET", "") not in ("", "0")
 
 
@@ -63,12 +63,12 @@ def _checked(secret: bytes, origin: str) -> bytes:
 
 
 def _of_file(path: str) -> bytes:
-    """What a file says that the user, or the cluster for them, has put there; clusters make it a symbolic link."""
+    """The secret in a file that the user or the cluster has made; on clusters it may be a symbolic link."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             found = os.fstat(fd)
-            # As ssh does with keys: what is the user's own nobody else may read; how root hands one over is root's.
+            # As for ssh's keys: nobody else may read the user's own file; one of root's nobody else may write to.
             others = 0o077 if found.st_uid == os.getuid() else 0o022
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in (0, os.getuid()) or found.st_mode & others:
                 raise OSError(f"{stat.filemode(found.st_mode)} of user {found.st_uid}, which others can read or write")
@@ -85,7 +85,7 @@ def _of_file(path: str) -> bytes:
 
 
 def _made_once(path: Path) -> bytes:
-    """The secret in a file of the user's own directory; of several processes that make it at once, one's."""
+    """The secret in a file in the user's own directory; if several processes make it at once, one of them wins."""
     if not path.exists():
         own = path.with_name(f"{path.name}-{secrets.token_hex(8)}")
         fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -93,7 +93,7 @@ def _made_once(path: Path) -> bytes:
             with open(fd, "w") as file:
                 file.write(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):
-                os.link(own, path)  # whole, or not there
+                os.link(own, path)  # atomic: the file is complete, or not there
         finally:
             own.unlink()
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,7 +106,7 @@ def _made_once(path: Path) -> bytes:
 
 
 def _claimed(folder: Path) -> bool:
-    """Make a directory of the user's own, or see that it is one."""
+    """Make a private directory of the user, or check that it is one; whether it is."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(folder)
@@ -116,18 +116,18 @@ def _claimed(folder: Path) -> bool:
 
 
 def own_folders(*, home_first: bool) -> Iterator[Path]:
-    """Directories that only this user may enter, on this host and in the home directory, as far as there are any."""
+    """Directories that only this user may enter, in the temporary and the home directory, if they can be made there."""
     here = Path(tempfile.gettempdir()) / f"spmd-{os.getuid()}"
     home = Path(os.path.expanduser("~")) / ".spmd"
     return filter(_claimed, (home, here) if home_first else (here, home))
 
 
 def open_own(path: str | os.PathLike[str]) -> int:
-    """Open a file to meet in, made if it is not there: a descriptor.
+    """Open a file to meet in, and make it if it is not there; returns a descriptor.
 
     Raises:
-        OSError: it can't be opened, or it is a symbolic link.
-        MeshError: it is another user's, or no plain file.
+        OSError: it can't be opened, or is a symbolic link.
+        MeshError: it belongs to another user, or is no plain file.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)

@@ -45,14 +45,16 @@ def travels_by_name(obj: Any) -> bool:
 
 
 def reduced(obj: Any) -> tuple[Any, ...] | None:
-    """How to pickle an object; None for most, which cloudpickle pickles well.
+    """How to pickle an object; None for most, which cloudpickle pickles well. The exceptions:
 
-    A `functools.cache` or `lru_cache` of a function that travels by value: with an empty cache; Python's own way is by
-    name, which the receiver's `__main__` does not have. Code: with the name of its file, which errors and tracebacks of
-    ranks tell, and cloudpickle leaves out since 3.1.3. A module of a class of its own, as `torch.backends.cudnn` is: by
-    name. A type of arrays of ctypes: by what it was made of; what cloudpickle makes of others can't be read. A
-    parametrized module: as one of its class from before, which is made its own again; torch refuses to pickle that. A
-    model of transformers: with what its class registers when one is made, without which it gives no hidden states.
+    - A `functools.cache` or `lru_cache` of a function that travels by value: it arrives with an empty cache. Python
+      pickles it by name, which the receiver's `__main__` does not have.
+    - Code: with the name of its file, for errors and tracebacks of ranks; cloudpickle leaves it out since 3.1.3.
+    - A module object of a class of its own, such as `torch.backends.cudnn`: by name.
+    - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
+      makes of them can't be read.
+    - A parametrized module, which torch refuses to pickle: as one of its original class, parametrized again on arrival.
+    - A model of transformers: with what its class registers when one is made, without which it gives no hidden states.
     """
     if isinstance(obj, nn.Module) and not vars(type(obj)).keys().isdisjoint(_parametrizations(obj)):
         cls = parametrize.type_before_parametrizations(obj)
@@ -79,13 +81,13 @@ def _imported(module: types.ModuleType) -> tuple[Any, ...] | None:
     name = module.__name__
     if sys.modules.get(name) is module:
         return importlib.import_module, (name,)
-    parent, _, last = name.rpartition(".")  # one that is made when it is asked for
+    parent, _, last = name.rpartition(".")  # it may be an attribute that is made on demand
     found = getattr(sys.modules.get(parent), last, None) if last else None
     return (getattr, (sys.modules[parent], last)) if found is module else None
 
 
 def _parametrizations(module: nn.Module) -> set[str]:
-    """Names of a module's parametrized tensors, for each of which its class, made up by torch, has a property."""
+    """Names of a module's parametrized tensors; torch has made a class for it that has a property for each."""
     found = dict(module.named_children()).get("parametrizations")
     return set(found) if isinstance(found, nn.ModuleDict) else set()
 

@@ -1,6 +1,6 @@
-"""How objects of all kinds travel to another process, where cloudpickle alone would not do.
+"""How objects of all kinds travel to another process, where cloudpickle alone is not enough.
 
-Tensors of GPUs arrive on a rank that has a GPU there, on all others on the CPU.
+GPU tensors arrive on the GPU of a rank that has one, and in other processes on the CPU.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _home = torch.device("cpu")
 
 
 def arrive_on(device: torch.device) -> None:
-    """Where tensors of GPUs that are sent to this process are to lie."""
+    """Set the device on which GPU tensors that are sent to this process arrive."""
     global _home
     _home = device
 
 
 def reduced(obj: Any) -> Any:
-    """What pickle's `__reduce__` is to return of an object; None for most, which cloudpickle pickles well."""
+    """What `__reduce__` should return for an object; None for most, which cloudpickle pickles well."""
     if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
         trainable = obj.requires_grad and obj.is_leaf
         return _placed, (obj.detach().cpu(), trainable, type(obj) is torch.nn.Parameter)

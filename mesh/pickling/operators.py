@@ -1,8 +1,8 @@
-"""Torch's operators, and a program's own, on their way to another process, which has registered those of torch alone.
+"""Pickling torch's operators and a program's own for another process, in which only torch's are registered.
 
-An operator travels by name. What `torch.library.custom_op` has made travels with it: by its module if that can be
-imported there, else as the functions that were registered for it, which may refer to it in turn. Invariant: a function
-that names `torch.ops` finds all operators there that its program has made so.
+An operator travels by name. If `torch.library.custom_op` made it, its definition travels with it: as its module if that
+can be imported there, else as the functions that were registered for it, which may refer to the operator. Invariant: a
+function that uses `torch.ops` finds all operators there that its program has made in this way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import torch_private
 from .functions import travels_by_name
 from .torch_private import ALL, CustomOperator, Namespace, Overload, Packet
 
-_NOT_THE_PROGRAMS = ("torch", "spmd")  # packages whose operators are there in every process
+_NOT_THE_PROGRAMS = ("torch", "spmd")  # packages whose operators exist in every process
 
 
 def reduced(obj: Any) -> tuple[Any, ...] | None:
@@ -38,7 +38,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
 
 
 def named_among(names: frozenset[str]) -> list[Any]:
-    """A program's own operators that code of these names means, as in `torch.ops.mylib.op`; those of modules aside."""
+    """A program's own operators that code with these names uses, as `torch.ops.mylib.op`, except importable ones."""
     return [
         made
         for made in _of_program()
@@ -90,7 +90,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _named(name: str, overload: str | None, made: Any) -> Any:
-    """The operator of this name, which `made` is, if the program has made it; without an overload all of them."""
+    """The operator of this name; `made` (unpickled first) defines it if it is the program's. No overload means all."""
     namespace, _, own = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), own, None)
     if packet is None:
@@ -105,4 +105,4 @@ def _looked_up(namespace: str) -> Any:
 
 
 def _ignore(found: Any, made: Iterable[Any]) -> None:
-    """Nothing is left to do: those that were sent along are registered."""
+    """Do nothing: unpickling `made` has registered the operators that were sent along."""

@@ -1,6 +1,6 @@
-"""What of torch is private and operators on their way to other processes need: why, what was tried, and nothing else.
+"""Private parts of torch that pickling operators needs, each with why, and what public way there is.
 
-As `kernels/torch_private.py`, for what only this room uses.
+Like `kernels/torch_private.py`, for what only this folder uses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def custom_operators() -> dict[str, Any]:
 
 
 def names_of(operator: Any) -> tuple[str, str | None]:
-    """An operator's name, such as "aten::add", and that of its overload; None of what stands for all overloads.
+    """An operator's name, such as "aten::add", and its overload's; None if it stands for all overloads.
 
-    Public way: `str`, to be taken apart.
+    Public way: parsing `str(operator)`.
     """
     if isinstance(operator, Packet):
         return operator._qualified_op_name, None
@@ -39,12 +39,12 @@ def qualified_name(made: Any) -> str:
 
 
 def function_of(made: Any) -> Callable:
-    """What a custom operator was made of. Public way: none."""
+    """The function of a custom operator. Public way: none."""
     return made._init_fn
 
 
 def declaration(made: Any) -> dict[str, Any]:
-    """What `torch.library.custom_op` is given to make one of this name and schema, besides its function."""
+    """The arguments, besides its function, with which `torch.library.custom_op` makes such an operator."""
     signature = arguments(made._opoverload)
     written = [one.name for one in signature if one.alias_info is not None and one.alias_info.is_write]
     devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
@@ -53,14 +53,14 @@ def declaration(made: Any) -> dict[str, Any]:
 
 
 def registered(made: Any) -> dict[str, Any]:
-    """All that was registered for it since. Public way: none."""
+    """Everything that was registered for a custom operator. Public way: none."""
     if hasattr(made, "_autocast_dtype"):
         autocast = dict(made._autocast_dtype)
     else:  # torch 2.8
         autocast = {"cuda": made._autocast_cuda_dtype, "cpu": made._autocast_cpu_dtype}
     return {
         "function": made._init_fn,
-        # Torch keeps each in a function of its own, for which it may be switched off.
+        # Torch wraps each kernel in a function that can switch it off.
         "kernels": {
             device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
             for device, kernel in made._backend_fns.items()
@@ -74,5 +74,5 @@ def registered(made: Any) -> dict[str, Any]:
 
 
 def set_function(made: Any, function: Callable) -> None:
-    """Make another function that of a custom operator."""
+    """Replace the function of a custom operator."""
     made._init_fn = function

@@ -1,8 +1,8 @@
-"""What a function has besides its arguments, and a refusal of bodies that change it in place.
+"""The tensors that a function captures, and a refusal of bodies that change them in place.
 
 On the ranks a captured module is a copy: what a body does to it never reaches the caller, and differs between ranks.
-Its tensors are looked at before the body and after it at the first call of each signature; an optimizer that takes a
-step later is found by torch's own hook. Invariant: a repeated call pays nothing for it.
+At the first call of each signature, its tensors are compared before and after the body; an optimizer that takes a step
+in a later call is found by torch's own hook. Invariant: a repeated call pays nothing for this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .. import trees
 from ..rank.references import SCALARS, inside_of
 from ..region import current
 
-_LOOKED_AT = 4096  # objects in all
+_LOOKED_AT = 4096  # objects at most
 NOT_REENTRANT = (
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False); for a model of Transformers "
     'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
@@ -37,12 +37,12 @@ _TRAIN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Known:
-    """A captured tensor as it was.
+    """The state of a captured tensor.
 
     Attributes:
         kind, what: "parameter", "buffer" or "tensor", and which one, for messages.
-        version: how often it has been changed.
-        grad, grad_version: the gradient that lay in it, and that one's version.
+        version: torch's count of its changes.
+        grad, grad_version: its `.grad`, and that one's version.
     """
 
     tensor: Tensor
@@ -59,15 +59,15 @@ class _Known:
 
 
 class Captured:
-    """The tensors that a function refers to, by themselves and in modules, as they are now.
+    """The state of the tensors that a function refers to, by themselves and in modules.
 
     Args:
-        functions: may be wrapped, bound or partial, and objects; what they refer to is looked into as well. Tensors
-            among them are arguments.
-        whole: types whose instances are not.
+        functions: functions (also wrapped, bound or partial) and objects, whose contents are searched, too. Tensors
+            in this list are arguments, and not captured.
+        whole: types whose instances are not searched.
 
     Attributes:
-        trainable: ids of those that require gradients.
+        trainable: ids of the tensors that require gradients.
     """
 
     def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
@@ -101,7 +101,7 @@ class Captured:
                 _refuse_change(name, where, before)
 
     def watched(self, name: str, where: str) -> list[tuple[Tensor, Callable[[], NoReturn]]]:
-        """The tensors, each with what refuses to change it."""
+        """The tensors, each with a function that raises the error for a change of it."""
         return [(known.tensor, functools.partial(_refuse_change, name, where, known)) for known in self._known]
 
 
@@ -120,18 +120,18 @@ def _remedy(changed: _Known) -> str:
 
 
 _RETURN = "pass it as an argument, and return its new value"
-_Entry = tuple[dict[Any, Any], Any, Any]  # of a dictionary, or of an object's attributes: where, under which key, what
+_Entry = tuple[dict[Any, Any], Any, Any]  # of an entry, or an attribute: the dictionary, the key, the value
 
 
 def _tensors(
     functions: Sequence[Any], whole: tuple[type, ...]
 ) -> tuple[list[tuple[Tensor, str, str]], list[_Entry], bool]:
-    """The tensors that functions refer to, each once, the entries that have them, and whether there is an optimizer.
+    """The tensors that functions refer to, each once, the entries that hold them, and whether there is an optimizer.
 
-    Tensors without memory are nobody's value.
+    Meta tensors, which have no memory, are left out.
     """
     depths: dict[int, int] = {}
-    held: list[Any] = []  # ids stay unique only while the objects live
+    held: list[Any] = []  # alive, since ids are unique only among live objects
     todo: list[tuple[Any, int]] = [(one, 0) for one in functions if not isinstance(one, Tensor)]
     found: dict[int, tuple[Tensor, str, str]] = {}
     entries: list[_Entry] = []
@@ -165,7 +165,7 @@ def _has_tensors(value: Any) -> bool:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """From now on, refuse steps of torch's optimizers over what a running function captures, or without gradients."""
+    """From now on, refuse steps of torch's optimizers on what a running function captures, or without gradients."""
     register_optimizer_step_pre_hook(_refuse_captured)
 
 
@@ -189,15 +189,15 @@ def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 @functools.cache
 def _watch_clipping() -> None:
-    """From now on, refuse to clip gradients that are none in an @spmd function."""
+    """From now on, refuse to clip `.grad` in an @spmd function, where there is none."""
     for cell in clipping_functions():
         cell.cell_contents = _watched(cell.cell_contents)
 
 
 def _watch_checkpointing() -> None:
-    """From now on, refuse reentrant checkpointing of inputs that need no gradients: what it computes would have none.
+    """From now on, refuse reentrant checkpointing if no input needs gradients: the parameters in it would get none.
 
-    Torch's own look at that is a warning. Its module takes long to import, and is left alone where nothing has.
+    Torch itself only warns of that. Its module takes long to import: if nothing has imported it, it is left alone.
     """
     module = sys.modules.get("torch.utils.checkpoint")
     if module is None or hasattr(module.check_backward_validity, "__wrapped__"):
@@ -228,7 +228,7 @@ def _watched(clip: Callable) -> Callable:
             return clip(parameters, *args, **kwargs)
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         _refuse_clipping(clip.__name__, tensors)
-        is_generator = isinstance(parameters, types.GeneratorType)  # for which torch has a warning of its own
+        is_generator = isinstance(parameters, types.GeneratorType)  # torch warns of one, so it must get one
         return clip((tensor for tensor in tensors) if is_generator else tensors, *args, **kwargs)
 
     return watched

@@ -1,8 +1,9 @@
-"""What of Python's own a function refers to, and warnings of bodies that change it, or entries of their arguments.
+"""The Python objects that a function captures, and warnings of bodies that change them, or entries of their arguments.
 
-A driver's rank has a copy of it all: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
-lost without a word, and come out otherwise when a call is run again. (A launched rank runs the script itself, and shows
-it.) Invariant: what is usually a memo passes: another key, another member of a set, what was None or a flag before.
+A driver's rank has copies of them: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
+lost silently, and have another effect when a call runs again. (A launched rank runs the script itself, where the change
+is seen.) Invariant: changes that memos usually make pass: a new key, a new member of a set, a new value for what was
+None or a flag.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
 from ..rank.reloading import own_file
 from ..replication.net import marked
 
-_LOOKED_AT = 4096  # objects in all
+_LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
 _BUILT_IN = (list, tuple, dict, set, deque)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -46,7 +47,7 @@ _Look = Callable[[], _Change | None]
 
 
 class CapturedState:
-    """Containers, numbers, objects, arrays and generators that functions refer to, as they are now.
+    """The state of containers, numbers, objects, arrays and generators that functions refer to.
 
     Args:
         functions: may be wrapped, bound or partial.
@@ -56,7 +57,7 @@ class CapturedState:
     def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
         self._looks: list[_Look] = []
         seen: set[int] = set()
-        held: list[Any] = []  # ids stay unique only while the objects live
+        held: list[Any] = []  # alive, since ids are unique only among live objects
         todo: list[tuple[Any, str, int]] = [(one, "", 0) for one in functions]
         while todo and len(held) < _LOOKED_AT:
             obj, name, depth = todo.pop()
@@ -75,7 +76,7 @@ class CapturedState:
                 todo += [(item, its, level) for item, its in inside]
 
     def check(self, name: str, function: Any) -> None:
-        """Warn, at a function's first line, if its body has changed any of it: some count calls, and know it."""
+        """Warn, at a function's first line, if its body has changed any of it. No error: some do it on purpose."""
         change = next((change for look in self._looks if (change := look()) is not None), None)
         if change is not None:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
@@ -85,20 +86,20 @@ class CapturedState:
 def warn_of_assigned(
     name: str, function: Callable, before: Sequence[Any], now: Sequence[Any], result: Any, called: Callable[[int], str]
 ) -> None:
-    """Warn, at a function's first line, of the first entry of its arguments that it gave another tensor and drops.
+    """Warn, at a function's first line, if it has replaced a tensor in its arguments and does not return the new one.
 
-    What may be a step on the way to a result, going by its shape, passes.
+    A tensor of the shape and dtype of a result passes, since the result may have been computed from it.
 
     Args:
         name, function: what was called.
         before, now: the leaves of its arguments.
         result: what it returned.
-        called: what a leaf is called.
+        called: gives the name of a leaf.
     """
     kinds = {(leaf.shape, leaf.dtype) for leaf in trees.leaves(result) if isinstance(leaf, Tensor)}
     for index, (old, new) in enumerate(zip(before, now, strict=True)):
         both = new is not old and isinstance(old, Tensor) and isinstance(new, Tensor)
-        if not both or marked(old) or (new.shape, new.dtype) in kinds:  # what is marked is cut, and a batch most often
+        if not both or marked(old) or (new.shape, new.dtype) in kinds:  # a marked tensor is sharded, mostly a batch
             continue
         problem = f"{name} gives its {called(index)} another value, and does not return it: the caller never sees it"
         _warn(function, message(problem, remedy="return the new value, as in return {**params, name: value}"))
@@ -112,7 +113,7 @@ def _warn(function: Any, text: str) -> None:
 
 
 def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
-    """What to look at inside an object, with its name in the program."""
+    """What to look at inside an object, each with its name in the program."""
     if isinstance(obj, types.FunctionType):
         compiled = torch_compiled.original(obj)
         if compiled is not None:
@@ -138,12 +139,12 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
 
 
 def _is_users(obj: types.FunctionType | type) -> bool:
-    """Whether a function or a class belongs to the program, not to a package that may keep what it likes in itself."""
+    """Whether a function or a class belongs to the program: a package may keep state of its own."""
     return not travels_by_name(obj) or own_file(obj.__module__) is not None
 
 
 def _looks_at(obj: Any, name: str) -> list[_Look]:
-    """What tells later whether an object itself has changed."""
+    """Functions that tell later whether the object itself has changed."""
     if isinstance(obj, types.FunctionType):
         return [_names_of(lambda: {**used_by(obj), **vars(obj)}, "{}")] if _is_users(obj) else []
     if isinstance(obj, list | deque):
@@ -181,7 +182,7 @@ def _looks_at_metrics(module: nn.Module, name: str) -> list[_Look]:
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
-    """An object's own, and those of its class that it would hide."""
+    """An object's attributes, and its class's, which an assignment would hide."""
     found: dict[str, Any] = {}
     for cls in reversed(type(obj).__mro__):
         found.update(vars(cls))
@@ -211,7 +212,7 @@ def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
 
 
 def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
-    """Of names with values: one that had a number, a string or a tensor, and has another value, or is gone."""
+    """Finds a name that had a number, a string or a tensor as its value, and now has another or is gone."""
     before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, Tensor))}
 
     def look() -> _Change | None:
@@ -225,7 +226,7 @@ def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
 
 
 def _is_other(old: Any, new: Any) -> bool:
-    """Whether a value was exchanged, but for None and flags, which are where lazy values and warnings begin."""
+    """Whether a value was replaced; not if it was None or a flag, as lazy values and one-time warnings begin."""
     if old is new or old is None or isinstance(old, bool):
         return False
     return not (isinstance(old, SCALARS) and type(old) is type(new) and (old == new or (old != old and new != new)))

@@ -1,9 +1,9 @@
-"""A refusal of operations that would write to what a step was given or captures, before they do.
+"""Refusing operations that would write to a step's arguments or captured tensors, before they do.
 
-A rank's shard may be memory that all ranks of a host see, and a step that failed can only be run again if its inputs
-are whole. Counting changes afterwards finds most such writes too late, and those through `tensor.data` not at all;
-those through `tensor.numpy()` are found afterwards, by comparing bytes, and only in small tensors.
-Invariant: what overlaps no watched memory, and what the library itself writes, passes.
+A rank's shard may be memory that all ranks of a host see, and a step that failed can only run again if its inputs are
+unchanged. Comparing versions afterwards finds most such writes too late, and writes through `tensor.data` not at all.
+Writes through `tensor.numpy()` are found afterwards, by comparing bytes, and only in small tensors.
+Invariant: writes that overlap no watched memory, and the library's own writes, pass.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from ...kernels.flat import as_bytes, extent_bytes
 from ...kernels.torch_private import arguments, is_fake, operation_name
 
-_SMALL = 1 << 16  # bytes of tensors that are compared
+_SMALL = 1 << 16  # tensors up to this many bytes are compared
 Refuse = Callable[[], NoReturn]
-# In training these write to running statistics, which their schemas do not tell.
+# In training these write to running statistics, which their schemas don't say.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 _Span = tuple[int, int, Refuse]
 
@@ -39,7 +39,7 @@ class Watched:
     ValueError: no
 
     Args:
-        tensors: each with what raises the error.
+        tensors: each with a function that raises the error.
     """
 
     def __init__(self, tensors: Sequence[tuple[Tensor, Refuse]]):
@@ -57,7 +57,7 @@ class Watched:
             self.check(tensor)
 
     def compare(self) -> None:
-        """Refuse what was written past torch, where bytes were kept to see it."""
+        """Refuse writes that bypassed torch, in tensors small enough that their bytes were kept."""
         for tensor, refuse, before in self._small:
             if bytes(as_bytes(tensor).numpy()) != before:
                 refuse()
@@ -73,7 +73,7 @@ class Watched:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """What an operation of torch's writes to, by the names of its arguments."""
+    """The arguments that an operation of torch writes to, with their names."""
     is_training = operation_name(func)[0] in _BATCH_NORMS and args[5]
     return [
         (one.name, args[index] if index < len(args) else kwargs.get(one.name))
@@ -83,20 +83,20 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int] | None:
-    """The addresses between which a tensor's elements lie; None of one that has none."""
+    """The addresses where a tensor's elements begin and end; None if it has no elements in memory."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return None
     try:
         start = tensor.data_ptr()
-    except RuntimeError:  # one without values
+    except RuntimeError:  # a tensor without memory
         return None
-    if tensor.is_nested:  # without a shape
+    if tensor.is_nested:  # it has no shape
         return start, start + tensor.untyped_storage().nbytes()
     return (start, start + extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize)) if start else None
 
 
 def _content_of(tensor: Tensor) -> bytes | None:
-    """The bytes of a small tensor on a CPU; None of another, and in a step that is only checked, without values."""
+    """The bytes of a small tensor on a CPU; None for others, and in a step that is only checked, without values."""
     if not tensor.is_cpu or _span_of(tensor) is None or tensor.nbytes > _SMALL:  # sparse ones have no nbytes
         return None
     content = as_bytes(tensor)

@@ -1,7 +1,7 @@
-"""Collectives are counted where a body asks for a communicator: it gets one that notes what it is asked for.
+"""Counting collectives: while somebody counts, a body that asks for a communicator gets one that notes its calls.
 
-A driver asks its ranks to count with the call itself (`ambient.Ambient.counting`), and for what they have counted
-afterwards. Invariant: where nobody counts, communicators are handed out as they are.
+A driver's call asks the ranks to count (`ambient.Ambient.counting`), and afterwards the driver asks for the counts.
+Invariant: if nobody counts, communicators are handed out as they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Collective:
     """One operation of a communicator.
 
     Attributes:
-        operation: as a communicator calls it: `psum` is an all_reduce, `ppermute` an all_to_all.
-        axes: of the mesh, along which the ranks that took part differ.
-        bytes: of what this rank gave to it.
-        backward: it ran in a backward pass, or sums gradients.
+        operation: the communicator's name for it: `psum` is an all_reduce, `ppermute` an all_to_all.
+        axes: the mesh axes along which the participating ranks differ.
+        bytes: what this rank contributed.
+        backward: whether it ran in a backward pass, or sums gradients.
     """
 
     operation: str
@@ -36,7 +36,7 @@ class Collective:
 
 
 class Counts:
-    """Collectives in the order in which they were started, with what they come to."""
+    """Collectives in the order in which they were started, with totals."""
 
     def __init__(self, collectives: Iterable[Collective] = ()):
         self._collectives = list(collectives)
@@ -51,27 +51,27 @@ class Counts:
 
     @property
     def operations(self) -> dict[str, int]:
-        """How many there were of each operation."""
+        """The number of collectives of each operation."""
         return dict(collections.Counter(one.operation for one in self._collectives))
 
     @property
     def bytes(self) -> int:
-        """What this rank gave to all of them together."""
+        """The bytes that this rank contributed to all of them together."""
         return sum(one.bytes for one in self._collectives)
 
     @property
     def axes(self) -> dict[str, int]:
-        """How many there were along each axis of the mesh; one along several counts for each."""
+        """The number of collectives along each mesh axis; one along several axes counts for each of them."""
         return dict(collections.Counter(name for one in self._collectives for name in one.axes))
 
     @property
     def forward(self) -> Counts:
-        """Those of forward passes."""
+        """The collectives of forward passes."""
         return Counts(one for one in self._collectives if not one.backward)
 
     @property
     def backward(self) -> Counts:
-        """Those of backward passes, with the sums of gradients."""
+        """The collectives of backward passes, including sums of gradients."""
         return Counts(one for one in self._collectives if one.backward)
 
     def __len__(self) -> int:
@@ -93,9 +93,9 @@ class _Thread(threading.local):
     """What a thread counts.
 
     Attributes:
-        counting: what it notes collectives in.
-        asked: what those of its calls are to be noted in; not what the library does around their bodies.
-        meshes: to whose ranks such calls have gone.
+        counting: where its communicators note collectives now.
+        asked: where the collectives of its calls' bodies are to be noted (not those of the library around the bodies).
+        meshes: the driver's meshes that such calls have gone to.
     """
 
     counting: tuple[Counts, ...] = ()
@@ -104,12 +104,12 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-_kept = Counts()  # on a driver's rank: of the calls that were to be counted
+_kept = Counts()  # on a driver's rank: collectives of the calls that the driver wants counted
 
 
 @contextlib.contextmanager
 def counted_in(*counts: Counts) -> Iterator[None]:
-    """Note this thread's collectives."""
+    """In the block, note this thread's collectives in `counts`, too."""
     before = thread.counting
     thread.counting = (*before, *counts)
     try:
@@ -120,7 +120,7 @@ def counted_in(*counts: Counts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_in(*counts: Counts) -> Iterator[None]:
-    """Note those of calls in these, and in no others."""
+    """In the block, note the collectives of this thread's calls in `counts` only."""
     before, thread.asked = thread.asked, counts
     try:
         yield
@@ -129,7 +129,7 @@ def asked_in(*counts: Counts) -> Iterator[None]:
 
 
 def body_counted() -> contextlib.AbstractContextManager[None]:
-    """Around a body that is to be counted: for who has asked, on a launched rank, or for the driver, which will ask."""
+    """Around a body to be counted: on a launched rank for whoever asked, on a driver's rank until the driver asks."""
     return counted_in(*(thread.asked or [_kept]))
 
 
@@ -146,7 +146,7 @@ def note_mesh(mesh: Any) -> None:
 
 
 def taken_meshes() -> tuple[Any, ...]:
-    """Those noted since this was last asked."""
+    """The meshes noted since the last call of this function."""
     found, thread.meshes = thread.meshes, ()
     return found
 
@@ -158,7 +158,7 @@ def _all(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors or ())
 
 
-# By method: the operation, and the bytes that this rank gives to it.
+# Method -> the operation, and the bytes that this rank contributes.
 _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     "all_reduce": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
     "all_reduced": ("all_reduce", lambda tensor, *_, **__: tensor.nbytes),
@@ -185,11 +185,11 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
 
 
 class CountedCommunicator:
-    """A communicator that notes what it is asked for; see `kernels.communicator.Communicator`.
+    """A communicator that notes which operations are called; see `kernels.communicator.Communicator`.
 
     Args:
         axes: along which its ranks differ.
-        of_gradients: it sums gradients.
+        of_gradients: whether it sums gradients.
     """
 
     def __init__(self, comm: Any, axes: tuple[str, ...], of_gradients: bool):

@@ -1,7 +1,7 @@
-"""`breakpoint()` on a rank: the debugger of Python, which talks through whoever has a terminal.
+"""`breakpoint()` on a rank: Python's debugger, at whichever terminal there is.
 
-A launched rank uses its own; that of a driver has none, and asks the driver for each line. Invariant: only the ranks
-that SPMD_DEBUG_RANK names stop, and while one of them is at its prompt, no wait of the others times out.
+A launched rank uses its own terminal; a driver's rank has none, and asks the driver for each line. Invariant: only the
+ranks that SPMD_DEBUG_RANK names stop, and while one of them is at its prompt, no wait of the others times out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...kernels.errors import MeshError, message
 from .session import RankSession
 
 _OURS = "spmd"
-_TASKS = f"{_OURS}.mesh.rank.tasks"  # whatever a driver's rank does of the program's was called from here
+_TASKS = f"{_OURS}.mesh.rank.tasks"  # a driver's rank calls the program's code from here
 
 
 def stops(rank: int) -> bool:
     """Whether a breakpoint stops this rank: SPMD_DEBUG_RANK is a number, several with commas, or `all`; 0 if not set.
 
     Raises:
-        MeshError: it is none of these.
+        MeshError: SPMD_DEBUG_RANK is none of these.
     """
     chosen = os.environ.get("SPMD_DEBUG_RANK", "0") or "0"
     if chosen == "all":
@@ -38,10 +38,10 @@ def stops(rank: int) -> bool:
 
 
 class Dialogue:
-    """The terminal of a rank that has none, as the file that a debugger writes to and reads from.
+    """For a rank without a terminal: the file that its debugger writes to and reads from.
 
     Args:
-        ask: takes what was written and gives a line, or nothing at the end of them.
+        ask: takes what was written and gives the next line; empty at the end of the input.
     """
 
     def __init__(self, ask: Callable[[str], str]):
@@ -52,7 +52,7 @@ class Dialogue:
         return len(text)
 
     def flush(self) -> None:
-        """What was written goes with the next question."""
+        """Does nothing: what was written is sent with the next question."""
 
     def readline(self) -> str:
         return self._ask(self.rest())
@@ -64,7 +64,7 @@ class Dialogue:
 
 
 def debug_through(session: RankSession, ask: Callable[[str], str] | None = None) -> None:
-    """Have this process's breakpoints, and `pdb`, be those of a rank.
+    """Make this process's breakpoints, and `pdb`, work on a rank.
 
     Args:
         ask: see `Dialogue`; None: this process has a terminal of its own.
@@ -99,13 +99,13 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
         def user_return(self, frame: FrameType, return_value: Any) -> None:
             super().user_return(frame, return_value)
             if ask is not None and _is_outermost(frame):
-                self.set_continue()  # there is nothing but the library to step through
+                self.set_continue()  # beyond it there is only the library to step through
 
         def _cmdloop(self) -> None:
             if ask is None:
                 super()._cmdloop()
             else:
-                self.cmdloop()  # Ctrl-C is the driver's, and ends the call
+                self.cmdloop()  # pdb's `_cmdloop` would catch Ctrl-C, which comes from the driver and ends the call
 
         def do_EOF(self, arg: str) -> bool | None:
             raise MeshError(
@@ -120,7 +120,7 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
 
 
 def _is_outermost(frame: FrameType) -> bool:
-    """Whether the program's own code ends with this frame, and the library called it for a task."""
+    """Whether this is the outermost frame of the program's code, which the library called for a task."""
     above = frame.f_back
     while above is not None:
         module = above.f_globals.get("__name__", "")

@@ -16,12 +16,12 @@ class RankRequest(Message):
     """To the zygote: fork a rank; its socket, standard output and error, and the arena come as descriptors.
 
     Attributes:
-        rank, axes: its place, and the mesh's axes and sizes.
-        backend, factory: the transport, and what makes it where this program has added it, pickled.
-        device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` are the threads under `shards=`.
-        store: where ranks meet that need a store, a path or tcp://host:port; hosts: the ranks of each, if on several.
+        rank, axes: its number, and the mesh's axes and sizes.
+        backend, factory: the transport, and its pickled factory, if the program has registered it.
+        device, threads, pinned, seed, timeout: as in `Mesh`; `pinned` is the number of threads under `shards=`.
+        store: path or tcp://host:port of the store, for backends that need one; hosts: each one's ranks, if several.
         address: where ranks of other hosts reach this one; copies: how many other hosts have each value.
-        generation: the mesh's; key: of its own, with which its processes know each other.
+        generation: the mesh's; key: the mesh's secret, by which its processes know each other.
         cwd, path, argv, environ: the driver's; levels: of its loggers, by name.
     """
 
@@ -49,7 +49,7 @@ class RankRequest(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReaderRequest(Message):
-    """To a rank's zygote: fork a reader; its socket and the board of its notes come as descriptors."""
+    """To a rank's zygote: fork a reader; its socket and the memory for its notes come as descriptors."""
 
     index: int
 
@@ -61,21 +61,21 @@ class StandBy(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forked(Message):
-    """From the zygote: the process that it has forked; a descriptor of it comes along."""
+    """From the zygote: it has forked this process, whose pidfd comes along."""
 
     pid: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """From the zygote: the system has refused to fork, with this number of an error."""
+    """From the zygote: forking has failed, with this errno."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exited(Message):
-    """From the zygote: a rank's process has ended; the status is negative for a signal."""
+    """From the zygote: a child process has ended; the status is negative for a signal."""
 
     pid: int
     status: int

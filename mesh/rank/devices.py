@@ -1,7 +1,7 @@
-"""Which device each rank computes on: asked for, or chosen where every rank can have a GPU of its own.
+"""Which device each rank computes on: the one asked for, or a GPU if every rank can have its own.
 
-Invariant: nothing here touches CUDA in a driver's process beyond counting devices, nor anywhere when "cpu" was asked
-for; each rank makes its GPU the current one before anything else uses CUDA in its process.
+Invariant: a driver's process only counts CUDA devices, and no process touches CUDA if "cpu" was asked for; each rank
+makes its GPU the current one before anything else uses CUDA in its process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..launch.environments import Launch
 
 
 def wants_cuda(device: str, backend: str) -> bool | None:
-    """Whether GPUs were asked for; None if they are to be had where there are enough."""
+    """Whether GPUs were asked for; None if they are to be used where there are enough."""
     if device != "auto":
         return device == "cuda"
     return backend == "nccl" or (None if backend == "auto" else False)
 
 
 def default_size(device: str, backend: str, known: int) -> int | None:
-    """How many ranks a driver's mesh has where an axis is open: one for each GPU; None where they compute on CPUs.
+    """How many ranks a driver's mesh has if the size of an axis is -1: one for each GPU; None if they compute on CPUs.
 
     Args:
-        known: the product of the axes' other sizes, each of which has to have a GPU, too.
+        known: the product of the other axes' sizes: at least so many GPUs are needed.
     """
     wanted = wants_cuda(device, backend)
     if wanted is False:
@@ -43,7 +43,7 @@ def for_driver(device: str, backend: str, size: int) -> str:
     """The device of a driver's mesh, whose ranks are all on this host.
 
     Raises:
-        MeshError: GPUs were asked for and cannot be had; it says what to install.
+        MeshError: GPUs were asked for and can't be used; it says what to install.
     """
     wanted = wants_cuda(device, backend)
     if wanted is False:
@@ -69,7 +69,7 @@ def chosen(device: str, backend: str, size: int, *, several: bool) -> tuple[str,
 
 
 def of_rank(device: str, rank: int) -> torch.device | None:
-    """A driver's rank takes its GPU: by its number, round and round where several share one."""
+    """Take the GPU of a driver's rank: rank modulo the number of GPUs."""
     if device != "cuda":
         return None
     nccl_library.check_driver()
@@ -77,9 +77,9 @@ def of_rank(device: str, rank: int) -> torch.device | None:
 
 
 def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str, size: int) -> torch.device | None:
-    """A launched rank takes its GPU by its number on its host; all ranks learn whether each has one of its own.
+    """Take the GPU of a launched rank, by its number on its host; all ranks learn whether each has its own GPU.
 
-    Where the launcher shows every process one GPU of its own (CUDA_VISIBLE_DEVICES), that is the one.
+    If the launcher shows every process only one GPU (CUDA_VISIBLE_DEVICES), the rank takes that one.
     """
     wanted = wants_cuda(device, backend)
     if wanted is False:
@@ -93,7 +93,7 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
         shown = f"{host} {torch.cuda.get_device_properties(own).uuid}"
     except MeshError as error:
         problem = error
-    except RuntimeError as error:  # of CUDA; the other ranks wait to hear of this one
+    except RuntimeError as error:  # CUDA's; it is raised below, since the other ranks wait for this one's entry
         problem = MeshError(message("this rank's GPU cannot be used", got=str(error)))
     store.set(f"gpu/{launch.rank}", shown)
     everyone = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
@@ -112,7 +112,7 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
 
 
 def index_of(local_rank: int, count: int) -> int:
-    """The number of a launched rank's GPU among the `count` that its process sees.
+    """The index of a launched rank's GPU among the `count` that its process sees.
 
     >>> index_of(3, 8), index_of(3, 1), index_of(5, 4)
     (3, 0, 1)
@@ -121,12 +121,12 @@ def index_of(local_rank: int, count: int) -> int:
 
 
 def _count() -> int:
-    """The GPUs that this process sees: CUDA_VISIBLE_DEVICES says which."""
+    """How many GPUs this process sees: CUDA_VISIBLE_DEVICES says which."""
     return torch.cuda.device_count() if torch.version.cuda is not None else 0
 
 
 def _usable() -> bool:
-    """Whether what computing on GPUs takes is installed and works."""
+    """Whether the driver and NCCL are installed and work."""
     try:
         nccl_library.check_driver()
         nccl_library.load()

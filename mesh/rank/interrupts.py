@@ -1,14 +1,14 @@
-"""Signals at the wrong moment: what must be done whole, such as telling every rank of a call, is shielded from them."""
+"""Protection from signals for what must not be interrupted halfway, such as sending a call to every rank."""
 
 from __future__ import annotations
 
-# `signal` wraps each of these in look-ups of enumerations: ten times the cost, on every call.
+# `signal` wraps each of these functions in look-ups of enumerations, which makes them ten times as slow.
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from typing import Any
 
-# Ctrl-C, and those that schedulers, launchers and timers send, where the program handles them.
+# Ctrl-C, and the signals of schedulers, launchers and timers that a program may handle.
 _HANDLED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM))
 )
@@ -16,7 +16,7 @@ _shielded = False  # the main thread is in such a block already
 
 
 class uninterrupted:
-    """Hold handlers of signals back for the length of a `with` block, which must be short; they run at the block's end.
+    """Delay signal handlers until the end of a `with` block, which must be short.
 
     Only the main thread is interrupted by signals; on others, and inside another such block, this does nothing.
     """
@@ -34,7 +34,7 @@ class uninterrupted:
                     if callable(handler):  # not ignored, and not handled outside Python
                         self._handlers[number] = handler
                         _signal.signal(number, self._hold)
-            except BaseException:  # of a handler that was not held yet
+            except BaseException:  # raised by a handler that was not replaced yet
                 self._give_back()
                 raise
             _shielded = bool(self._handlers)
@@ -49,7 +49,7 @@ class uninterrupted:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Put the handlers back, and run those that were held."""
+        """Restore the handlers, and run those whose signal came meanwhile."""
         try:
             for number, handler in self._handlers.items():
                 _signal.signal(number, handler)

@@ -1,8 +1,9 @@
-"""Values of a driver's rank that outlive it: large ones lie in memory that is the mesh's, and a ledger there names all.
+"""Values of a driver's rank that outlive it: large ones lie in the arena, and a ledger in the arena lists all of them.
 
-What is small lies in the ledger's entry, as bytes; the tensor itself is the rank's. Of what is large, results of the
-optimizer and of reductions are made there, and the rest is copied once, when a call's results are kept. Invariant: what
-the driver has been told of, a process in this one's place finds: the same bytes, strides and alignment.
+The bytes of a small value are in its ledger entry; the tensor itself lies in the rank's memory. Large results of the
+optimizer and of reductions are made in the arena; others are copied there once, when a call's results are kept.
+Invariant: a process that replaces this one finds every value that the driver has been told of, with the same bytes,
+strides and alignment.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from ..spec import P
 from ..strides import frozen_as, is_frozen, is_plain
 
 Values = dict[int, tuple[list[torch.Tensor | None], list[P]]]
-"""By the number of a call its results, and their specs."""
+"""The number of a call -> its results, and their specs."""
 SMALL_BYTES = 1 << 16
-_AT = 40  # bits of where a tensor begins in its storage; above them is which of the entry's places that is
+_AT = 40  # bits for a tensor's offset in its storage; the bits above say which of the entry's extents that is
 _GONE, _INLINE, _STORED, _PICKLED = range(4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """How to make a tensor again: from bytes in the entry, from a place, or of its pickle."""
+    """How to rebuild a tensor: from bytes in the entry, from an extent of the arena, or from a pickle."""
 
     kind: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     frozen: bool
-    nbytes: int  # that it spans
+    nbytes: int  # from its first element to its last
 
     @property
     def gone(self) -> bool:
@@ -53,17 +54,17 @@ class Leaf:
         return self.kind == _PICKLED
 
     def made(self, base: torch.Tensor, at: int) -> torch.Tensor:
-        """The tensor, which begins `at` so many bytes into these."""
+        """The tensor that begins `at` bytes into `base`."""
         found = base[at : at + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
         return torch.nn.Parameter(found, requires_grad=False) if self.frozen else found
 
 
 class KnownLayout:
-    """How values lie in memory that are all plain tensors, so that of later ones it need only be seen that they fit.
+    """The memory layout of values that are all plain tensors: later values need only be checked against it.
 
     Attributes:
         specs: of each.
-        large: which are more than the ledger takes.
+        large: indices of those too large for the ledger.
     """
 
     __slots__ = ("__weakref__", "_complex", "_dtypes", "_shapes", "_strides", "large", "specs")
@@ -77,15 +78,15 @@ class KnownLayout:
 
     @staticmethod
     def of(tensors: Sequence[Any], specs: Sequence[P]) -> KnownLayout | None:
-        """That of some tensors; None if they are of more than one kind."""
+        """The layout of some tensors; None if not all are plain tensors."""
         plain = all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors)
         return KnownLayout(tensors, specs) if plain else None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are plain tensors that lie so, whose memory holds them: not their conjugate, nor negative."""
+        """Whether these are plain tensors of this layout whose memory holds their values (not conjugate or negated)."""
         try:
             alike = (self._shapes, self._strides, self._dtypes) == _kinds(tensors)
-        except (RuntimeError, AttributeError, TypeError):  # of one without strides; of what is no tensor
+        except (RuntimeError, AttributeError, TypeError):  # a tensor without strides; no tensor
             return False
         return (
             alike
@@ -102,30 +103,30 @@ _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 
 
 class LastingValues:
-    """What a rank keeps, by the number of the call that made it."""
+    """The values that a rank keeps, by the number of the call that made them."""
 
     def __init__(self, arena: Arena):
         self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
         self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
-        self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry in the ledger, how it is told
+        self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry, and how to rebuild it
         self._known: weakref.WeakKeyDictionary[KnownLayout, tuple[int, tuple[Leaf, ...], list[int]]]
         self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
-        """Put results, in place in the list, in memory that lasts, but for those small enough to lie in the ledger."""
-        found: dict[int, list[int]] = {}  # by storage those that are to be copied
+        """Move results, in place in the list, to memory that lasts, except those small enough for the ledger."""
+        found: dict[int, list[int]] = {}  # storage -> the results in it that are to be copied
         for index in range(len(leaves)) if known is None else known.large:
             leaf = leaves[index]
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if leaf.is_conj() or leaf.is_neg():  # what its memory holds is not what it is
+            if leaf.is_conj() or leaf.is_neg():  # its memory holds other numbers
                 leaf = leaves[index] = frozen_as(leaf, leaf.detach().resolve_conj().resolve_neg())
             if self._is_to_be_copied(leaf):
                 found.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         for address, indexes in found.items():
             storage = leaves[indexes[0]].untyped_storage()
             if 2 * sum(leaves[index].nbytes for index in indexes) >= storage.nbytes():
-                # Parameters side by side stay so, and what two results show of one memory they go on to share.
+                # Parameters that lie side by side stay so, and results that share memory go on to share it.
                 self._move(leaves, address, storage)
                 continue
             for index in indexes:
@@ -139,7 +140,7 @@ class LastingValues:
         return extent_of(self._arena, leaf.untyped_storage()) is None
 
     def _move(self, leaves: list[Any], address: int, storage: torch.UntypedStorage) -> None:
-        """Have all results that show a storage show a copy of it."""
+        """Copy a storage, and make all results in it views of the copy."""
         whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         block = copy(self._lasting.empty(storage.nbytes()), whole).untyped_storage()
         for index, leaf in enumerate(leaves):
@@ -160,14 +161,14 @@ class LastingValues:
         return frozen_as(leaf, block)
 
     def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for so many elements of a tensor's kind: where it lasts, if they are many."""
+        """Memory for `numel` elements of a tensor's kind: memory that lasts, if they are many."""
         nbytes = numel * like.element_size()
         if nbytes <= SMALL_BYTES or not like.is_cpu:
             return like.new_empty(numel)
         return self._lasting.empty(nbytes).view(like.dtype)
 
     def keep(self, call: int, tensors: Sequence[Any], specs: Sequence[P], known: KnownLayout | None = None) -> None:
-        """Note what a call has left here, in the place of what was noted of it before."""
+        """Note a call's values in the ledger, in place of what was noted of that call before."""
         before = self._kept.get(call)
         if known is not None and not known.large:
             self._kept[call] = self._written(call, tensors, known)
@@ -178,7 +179,7 @@ class LastingValues:
             self._ledger.remove(before[0])
 
     def _written(self, call: int, tensors: Sequence[Any], known: KnownLayout) -> tuple[int, tuple[Leaf, ...]]:
-        """The entry of small values that lie as others did, and how it is told."""
+        """Write the entry of small values of a known layout; the entry, and how to rebuild its tensors."""
         layout, leaves, sizes = self._layout_of(known, tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         words = (layout, *[address & 63 for address in addresses])
@@ -195,13 +196,13 @@ class LastingValues:
     def _written_singly(
         self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]
     ) -> tuple[int, tuple[Leaf, ...]]:
-        """The entry of any values, and how it is told."""
+        """Write the entry of any values; the entry, and how to rebuild its tensors."""
         extents: dict[Extent, int] = {}
         words: list[int] = []
         addresses: list[int] = []
         sizes: list[int] = []
         data = b""
-        which = first = stop = 0  # of the last storage; parameters lie side by side in one
+        which = first = stop = 0  # of the last storage: many parameters lie side by side in one
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if tensor is None:
                 words.append(0)
@@ -218,8 +219,8 @@ class LastingValues:
                 address = tensor.data_ptr()
                 if not first <= address <= stop - leaf.nbytes:
                     storage = tensor.untyped_storage()
-                    # What a program has written to a value since (it should not) is not the value, and goes with the
-                    # rank.
+                    # If the program has written to a value since (it should not), its changes do not count, and are
+                    # lost with the rank.
                     extent = extent_of(self._arena, storage, written=True)
                     assert extent is not None, "a large value that is kept has been placed"
                     which = extents.setdefault(extent, len(extents))
@@ -228,9 +229,9 @@ class LastingValues:
         return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes), leaves
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
-        """Note that some of a call's values are gone; to be told before their memory is free.
+        """Note that some of a call's values are gone; called before their memory is freed.
 
-        For a few bytes in the entry it isn't written anew.
+        The entry is not written again if that would save only a few bytes in it.
         """
         if call not in self._kept:
             return
@@ -243,12 +244,12 @@ class LastingValues:
             self.keep(call, tensors, specs)
 
     def forget(self, call: int) -> None:
-        """All of a call's values are gone; to be told before their memory is free."""
+        """Note that all of a call's values are gone; called before their memory is freed."""
         if call in self._kept:
             self._ledger.remove(self._kept.pop(call)[0])
 
     def _layout(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> tuple[int, tuple[Leaf, ...]]:
-        """What values of these kinds have in common, and the number under which the ledger has it."""
+        """How to rebuild values of these kinds, and the number of the ledger's entry that says so."""
         key = (*map(_kind, tensors), *specs)
         found = self._layouts.get(key)
         if found is None:
@@ -268,7 +269,7 @@ class LastingValues:
 
 
 def values_of(arena: Arena, rank: int) -> Values:
-    """The values that a rank keeps, by the number of their call, as views of its memory; for who sees that it rests."""
+    """The values that a rank keeps, by the number of their call, as views of its memory; it must be doing nothing."""
     return _values(kept_by(arena, rank))
 
 
@@ -323,10 +324,10 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
 
 
 def copy_out(leaves: list[Any], leased: Sequence[int]) -> None:
-    """Copy those leaves that are leased out of shared blocks, in place in the list, unless they make up most of one.
+    """Copy leased leaves out of their shared blocks, in place in the list, unless they fill most of a block.
 
-    A small view (a loss beside a bucket of gradients) would hold all of its block; new parameters, side by side in one
-    block that all ranks read, are better left where they are.
+    A small view (a loss beside a bucket of gradients) would keep its whole block in use; new parameters, side by side
+    in one block that all ranks read, are better left where they are.
     """
     blocks: dict[int, list[int]] = {}
     first = stop = 0  # of the last block: most lie side by side

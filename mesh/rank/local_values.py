@@ -1,4 +1,4 @@
-"""Shards of the values of a call in the hands of a rank: where an `Array` finds them when it is not in a driver."""
+"""The shards of a call's values that a rank holds: the source of an `Array` that is not in a driver."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from ..strides import frozen_as
 
 
 def shapes_over(comm: Communicator, shard: torch.Tensor) -> list[tuple[int, ...]]:
-    """The shapes of the shards that the ranks of a communicator have."""
+    """The shapes of the shards of all ranks of a communicator."""
     sizes = [torch.empty(shard.dim(), dtype=torch.int64, device="cpu") for _ in range(comm.size)]
     comm.all_gather(sizes, torch.tensor(shard.shape, device="cpu"))
     return [tuple(size.tolist()) for size in sizes]
 
 
 class LocalValues:
-    """This rank's shards of the values of a call in hand; see `Source`.
+    """This rank's shards of a call's values; see `Source`.
 
     Args:
-        shapes: for each value those of all ranks' shards; None if they are cut as `Layout.slices` does.
-        hints: what calls are compiled for, if that is less than `metas`, which only this rank knows: the same on all.
-        name: of the only one, under which a driver knows it: (number of its call, index).
-        region: of launched ranks, in which all made theirs, or 0: they compare which value they gather.
+        shapes: for each value the shapes of all ranks' shards; None if they are cut as by `Layout.slices`.
+        hints: what all ranks know of the values, if `metas` says more that only this rank knows; calls are compiled
+            for these.
+        name: the driver's name for the value, if there is only one: (number of its call, index).
+        region: on launched ranks, in which region all made the values, or 0: they check that all gather the same one.
     """
 
     __slots__ = ("_arrays", "_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name", "region")
@@ -58,7 +59,7 @@ class LocalValues:
         self.donated: dict[int, str] = {}
 
     def arrays(self, mesh: Any) -> list[Array]:
-        """An Array for each; to be asked for once."""
+        """An Array for each value; to be called once."""
         arrays = [Array(mesh, self, index, tensor) for index, tensor in enumerate(self._tensors)]
         self._arrays = list(map(weakref.ref, arrays))
         self._tensors.clear()
@@ -75,14 +76,14 @@ class LocalValues:
         return donation.disown(self.value(index))
 
     def value(self, index: int) -> torch.Tensor:
-        """What `local` gives, for a reader that does not hand it on."""
+        """As `local`, for a caller that does not hand the tensor out."""
         tensor: torch.Tensor = self._arrays[index]()._shard
         return tensor
 
     def full(self, index: int) -> torch.Tensor:
         mine, spec = self.value(index), self.hints[index].spec
         if not spec.entries:
-            # The value must not change with what the caller does to it.
+            # A copy: what the caller does to it must not change the value.
             whole = mine.detach()
             return frozen_as(mine, whole.cpu() if whole.is_cuda else strides.copied(whole))
         shards = self.shards(index)

@@ -1,4 +1,4 @@
-"""The C allocator in a rank: memory once had is kept, since a training step wants the same again.
+"""The C allocator in a rank: freed memory is kept, since the next training step needs the same again.
 
 By default glibc maps every large block anew and unmaps it when it is freed. Then each gradient of each step costs a
 page fault and a zeroed page for every 4 KiB, up to a third of a step's time. Source: mallopt(3), malloc_trim(3), the
@@ -22,7 +22,7 @@ _PAD_BYTES = 64 << 20
 
 @functools.lru_cache(maxsize=1)
 def keep_freed_memory() -> None:
-    """Let malloc take large blocks from the heap, too, and give none back. Without glibc nothing happens."""
+    """Make malloc take large blocks from the heap, too, and give nothing back. Without glibc nothing happens."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def keep_some_freed_memory() -> None:
-    """Let malloc keep so much for what is made and freed over and over, as samples are, and give back the rest."""
+    """Make malloc keep some memory for what is made and freed all the time, as samples are, and give back the rest."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _PAD_BYTES // 2)  # the most that the C library takes
@@ -39,18 +39,18 @@ def keep_some_freed_memory() -> None:
 
 
 def tunables(own: str | None) -> str:
-    """GLIBC_TUNABLES for the environment of a rank that is about to start, around the user's own, which win.
+    """GLIBC_TUNABLES for the environment of a rank that is about to start; the user's own settings win.
 
-    Besides those of large copies, pages of 2 MiB where the kernel has them: they are five times as fast to map.
+    They set how large copies are made, and ask for pages of 2 MiB if the kernel has them, which map five times as fast.
     """
     return ":".join(filter(None, [copying.TUNABLES, "glibc.malloc.hugetlb=1", own]))
 
 
 def release_freed_memory(region: int) -> None:
-    """Give all of it back after regions 1, 2, 4, 8, ...: what only the program's beginning, or a rare call, has needed.
+    """After regions 1, 2, 4, 8, ..., give freed memory back: the beginning, or a rare call, may have needed more.
 
     Args:
-        region: the number of the one that has ended.
+        region: the number of the region that has ended.
     """
     if region & (region - 1) == 0:
         with contextlib.suppress(OSError, AttributeError):
@@ -58,5 +58,5 @@ def release_freed_memory(region: int) -> None:
 
 
 def populate(nbytes: int) -> None:
-    """Have so much at hand for a first region."""
+    """Get this much memory from the kernel now, so that the first region need not."""
     torch.ones(nbytes, dtype=torch.uint8, device="cpu")

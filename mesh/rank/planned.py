@@ -1,4 +1,4 @@
-"""A rank that there is not: a session whose communicators make what a collective would give, of its shape only."""
+"""A rank that does not exist: its communicators give results of the right shape, without communicating."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlannedSession(RankSession):
 
     def __init__(self, layout: Layout, rank: int, where: str):
         self.layout, self.rank, self.backend, self.watch = layout, rank, "planned", None
-        self.launched = True  # torch's generators are given back as they were
+        self.launched = True  # so that the state of torch's generators is restored
         self.timeout, self.seed, self.regions, self.closed = 0.0, 0, 0, False
         self.device, self.mesh_text, self.run_state = torch.device("cpu"), where, RunState()
         self.apart = threading.local()
@@ -30,7 +30,7 @@ class PlannedSession(RankSession):
 
 
 class PlannedCommunicator:
-    """A group of ranks that there are not; see `kernels.communicator.Communicator`."""
+    """A group of ranks that don't exist; see `kernels.communicator.Communicator`."""
 
     backend = "planned"
 
@@ -45,7 +45,7 @@ class PlannedCommunicator:
         return [mine] * self.size
 
     def _nothing(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        """What is written to keeps its shape."""
+        """Outputs are left as they are: their shape is right."""
         return Done(None) if async_op else None
 
     all_gather = reduce_scatter = all_to_all = broadcast = reduce = all_reduce = gather = scatter = barrier = _nothing
@@ -85,7 +85,7 @@ class Done:
 
 
 class PlannedBuckets:
-    """Sums over ranks that there are not; see `kernels.bucket.Buckets`."""
+    """Sums over ranks that don't exist; see `kernels.bucket.Buckets`."""
 
     def __init__(self, comm: Any, leaves: Sequence[Any], **_: Any):
         self._sums = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu") for leaf in leaves]

@@ -1,4 +1,4 @@
-"""A rank's process: what a fresh fork of the zygote does to become one."""
+"""A rank's process: how a fresh fork of the zygote becomes a rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .worker import TracedWorker, Worker
 
 
 def main(request: RankRequest, fds: list[int]) -> None:
-    """Serve the driver until it says that this is enough, or goes."""
+    """Serve the driver until it says to exit, or is gone."""
     control, out, err, arena_fd, *listening = fds
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -112,7 +112,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
 
 
 def _enter(folder: str) -> None:
-    """Have it as the current one; if it has been removed since, or is closed to this user, who is in it stays there."""
+    """Make a folder the current one. It may be gone or closed to this user, if this process is in it already."""
     try:
         os.chdir(folder)
     except (FileNotFoundError, PermissionError):
@@ -127,7 +127,7 @@ def _file_store(path: str, size: int, timeout: float) -> Any:
 
 
 def _joined(request: RankRequest, arena_fd: int) -> tuple[HostWatch, Callable[[], Any]]:
-    """On one of several hosts, what a rank watches, and what gives the store that the driver keeps."""
+    """For a rank on one of several hosts: what it watches for aborts, and a function that gives the driver's store."""
     members = next(host for host in request.hosts if request.rank in host)
     store = functools.cache(functools.partial(_store, request))
     seconds = LEADER_SECONDS if request.rank == members[0] else OTHERS_SECONDS
@@ -143,16 +143,16 @@ def _store(request: RankRequest) -> dist.Store:
 
 
 def _elsewhere(request: RankRequest) -> Callable[[int], tuple[str, int] | None]:
-    """What says where a rank of another host hears calls of remote objects; None for one of this host."""
+    """A function that says where a rank on another host listens for remote calls; None for a rank on this host."""
     own = next((host for host in request.hosts if request.rank in host), None)
 
-    # By a connection of its own: over the other one somebody may be waiting for others.
+    # With its own connection, since another thread may be waiting on the other one.
     store = functools.cache(functools.partial(_store, request))
 
     def address_of(rank: int) -> tuple[str, int] | None:
         if own is None or rank in own:
             return None
-        address, port = json.loads(store().get(CALLS))[rank]  # each time: a host that was lost comes again at others
+        address, port = json.loads(store().get(CALLS))[rank]  # each time: a replaced host has new ones
         return address, port
 
     return address_of
@@ -164,10 +164,10 @@ def serve_when_called(
     listening: Sequence[socket.socket],
     elsewhere: Callable[[int], tuple[str, int] | None],
 ) -> Node:
-    """This rank's part in remote calls, whose thread starts when somebody connects, or when this rank calls an object.
+    """This rank's part in remote calls. Its thread starts when somebody connects, or when this rank calls an object.
 
-    Until then there is only a listening socket, whose first connection makes the kernel send SIGIO: a rank that nobody
-    calls has one thread, and one that is in a region for long starts serving all the same.
+    Until then there is only a listening socket; on the first connection the kernel sends SIGIO. So a rank that nobody
+    calls has one thread, and a rank that is in a long region starts serving all the same.
     """
     session = state.session
 
@@ -198,6 +198,6 @@ def serve_when_called(
         fcntl.fcntl(one, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_ASYNC)
         waiting.register(one, select.POLLIN)
-    if waiting.poll(0):  # somebody came before the signal was asked for
+    if waiting.poll(0):  # somebody connected before the signal was set up
         start()
     return node

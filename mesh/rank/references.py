@@ -1,7 +1,7 @@
 """What a function refers to: code, defaults, attributes, closure, the globals it names, and some levels into these.
 
-`driver.snapshot` looks at it to find what has changed since it was sent, `purity` for what a body must not change.
-Invariant: functions and classes that other processes import by name are not looked into.
+`driver.snapshot` uses this to find what has changed since the function was sent, `purity` to find what a body must not
+change. Invariant: functions and classes that other processes import by name are not looked into.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ..pickling.functions import travels_by_name
 from ..pickling.operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
-# Tuples, made once: every step is looked at so, and unions would be made each time.
+# Tuples, made once: this is used in every step, where unions would be made anew each time.
 CONTAINERS = (list, tuple, set, dict)
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
 DEPTH = 4
-LOOKED_INTO = 256  # entries of a container, attributes of an object
+LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 
 
 Reader = Callable[[Any], list[Any]]
-"""What lies inside an object, of which it keeps nothing."""
+"""Gives what lies inside an object, and keeps no reference to it."""
 
 
 def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
-    """How to look inside an object, and how deep what lies there is; None if it counts as a whole."""
+    """How to look inside an object, and the depth of what lies there; None if it is not looked into."""
     if isinstance(obj, types.FunctionType):
         if travels_by_name(obj):
             return None
@@ -60,7 +60,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
 
 
 def readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
-    """How to look inside an object, and how deep what each finds is; none if it counts as a whole."""
+    """The ways to look inside an object, each with the depth of what it finds; none if it is not looked into."""
     inside = _reader_of(obj, depth)
     if inside is None:
         return []
@@ -68,7 +68,7 @@ def readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
 
 
 def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
-    """What to look at inside an object, and how deep that is; None if it counts as a whole."""
+    """What to look at inside an object, with its depth; None if it is not looked into."""
     readers = readers_of(obj, depth)
     return [(item, level) for read, level in readers for item in read(obj)] if readers else None
 
@@ -110,7 +110,7 @@ def _entries(entries: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Of globals and attributes, in functions within, too."""
+    """The names of globals and attributes, including those of inner functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
@@ -139,7 +139,7 @@ def used_by(function: types.FunctionType) -> dict[str, Any]:
 
 
 def functions_of(function: Any) -> list[types.FunctionType]:
-    """`function` and the functions it uses, as far as they travel by value."""
+    """`function` and the functions it uses that travel by value."""
     found: list[types.FunctionType] = []
     todo = [function]
     while todo:

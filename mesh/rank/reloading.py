@@ -1,9 +1,9 @@
 """Modules that were edited on disk, loaded again into a process that keeps running.
 
-For notebooks, where what a program does lies partly in files beside it. Loaded again are the program's own modules (not
-installed packages, not this library) whose file has changed since this process was seen to have them, and those that
-import them, each after what it imports. A module's functions stay the objects that they were and get the new code, so
-that everything that refers to them does what the file says now.
+For notebooks, where part of the program lies in files beside it. Reloaded are the program's own modules (not installed
+packages, not this library) whose file has changed since they were first seen here, and modules that import them, each
+after what it imports. A module's functions remain the same objects and get the new code, so that everything that refers
+to them does what the file says now.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# Of environments that this one sees by a path file, too.
+# Also those of other environments that a .pth file adds.
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
 class LoadedModules:
-    """The program's own modules in this process, and what their files were like when they were first seen."""
+    """The program's own modules in this process, and the state of each one's file when it was first seen."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
         self._count = 0
 
     def notice(self) -> None:
-        """Look for modules that were imported since the last look."""
+        """Note modules that were imported since the last call."""
         if len(sys.modules) != self._count:
             self._count = len(sys.modules)
             for name, file in _own_modules().items():
                 self._seen.setdefault(name, _state(file))
 
     def reload(self, names: Iterable[str] = ()) -> list[str]:
-        """Load again what has changed, and `names` in any case; the modules loaded again, in that order.
+        """Reload modules that have changed, and `names` in any case; returns the reloaded modules, in that order.
 
         Raises:
-            whatever a module raises; those after it are loaded at the next call.
+            whatever a module raises; the modules after it are reloaded at the next call.
         """
         self.notice()
         own = _own_modules()
@@ -76,14 +76,14 @@ def _own_modules() -> dict[str, str]:
 
 
 def own_file(name: str) -> str | None:
-    """The file of a module that the program has imported and that belongs to it; None of other modules."""
+    """The file of an imported module, if it is one of the program's own; else None."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or name in ("__main__", "__mp_main__"):
         return None
     if getattr(getattr(module, "__spec__", None), "name", None) != name or is_our_file(file):
         return None
-    # First as it is called: of hundreds of modules, following the links in each one's path takes 0.1 s.
+    # The path as it is first, since resolving links takes 0.1 s for hundreds of modules.
     installed = _is_installed(file) or _is_installed(os.path.realpath(file))
     return file if not installed and os.path.exists(file) else None
 
@@ -102,7 +102,7 @@ def _imported_by(name: str, file: str) -> set[str]:
     try:
         with open(file, "rb") as source:
             tree = ast.parse(source.read())
-    except SyntaxError:  # told when it is loaded
+    except SyntaxError:  # raised when it is reloaded
         return set()
     found: set[str] = set()
     package = sys.modules[name].__package__ or ""
@@ -131,9 +131,9 @@ def _after_their_imports(names: set[str], imports: dict[str, set[str]]) -> list[
 
 
 def _reload(module: types.ModuleType) -> None:
-    """Load a module again: functions keep their identity, and what the main program took from it by name follows."""
+    """Reload a module: its functions stay the same objects, and names that `__main__` imported are bound again."""
     before = dict(vars(module))
-    # A compiled file is kept by the second and the size: an edit may change neither.
+    # A cached .pyc file is matched by the second and the size, and an edit may change neither.
     if getattr(module, "__cached__", None):
         with contextlib.suppress(OSError):
             os.remove(module.__cached__)

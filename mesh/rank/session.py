@@ -31,11 +31,11 @@ from .counted import CountedCommunicator, thread
 from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
 
-_PAGEABLE_BYTES = 1 << 16  # which CUDA copies to a GPU without waiting, wherever they lie
-# -1 from a C library that doesn't tell.
+_PAGEABLE_BYTES = 1 << 16  # up to so many, CUDA copies without waiting from memory that is not pinned
+# It gives -1 where the C library lacks the function.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
-_TRIM_REGIONS = 16  # after so many the memory that they have not wanted is given back
+_TRIM_REGIONS = 16  # after this many, the arena's heap gives back memory that they did not use
 
 
 class RankSession(Owned):
@@ -45,7 +45,7 @@ class RankSession(Owned):
         layout: the axes.
         rank: this process's place in it.
         backend: the name under which the transport is registered.
-        watch: the arena, the store's watch, or what joins the two, through which aborts travel.
+        watch: through which aborts travel: the arena, a watch over the store, or both joined.
         store: a `torch.distributed` store shared by all ranks, where the backend needs one.
         device: where this rank's tensors are; None is the CPU.
     """
@@ -71,21 +71,21 @@ class RankSession(Owned):
         self.regions = 0
         self.closed = False
         self.run_state = RunState()
-        # On a launched rank, of each @spmd function its calls by signature; see `calling`.
+        # On a launched rank: for each @spmd function, its calls by signature; see `calling`.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.mesh_text = "a mesh"  # for messages
-        # Of a driver's rank that computes on the CPU: where values lie that outlive it.
+        # On a driver's rank that computes on the CPU: the memory for values that outlive the rank.
         self.lasting: LastingValues | None = None
-        self.copied = False  # values have copies on other hosts, so that donated ones are not overwritten
+        self.copied = False  # values have copies on other hosts; then donated ones are not overwritten
         self.node: Any = None  # on a driver's rank: its part in calls of remote objects
         self.apart = threading.local()  # set on threads of remote objects, which run beside regions
         self._alone = False
         self._comms: dict[tuple[tuple[int, ...], str], Communicator] = {}
-        self._groups: dict[Any, tuple[int, ...]] = {}  # by axes, as `comm` was given them
+        self._groups: dict[Any, tuple[int, ...]] = {}  # by the `axis` that `comm` was given
 
     @property
     def arena(self) -> Arena | None:
-        """What all ranks of the mesh share, if they are on one host."""
+        """The memory that all ranks of the mesh share, if they are on one host."""
         return self.watch if isinstance(self.watch, Arena) else None
 
     def axes(self, axis: str | tuple[str, ...] | None, *, what: str = "comm") -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class RankSession(Owned):
         return self.comm_of(ranks, channel)
 
     def comm_among(self, ranks: Sequence[int] | None, axis: Any = None) -> Communicator:
-        """The communicator of listed ranks, in that order; who lists ranks names no axis, and who lists none does."""
+        """The communicator of the listed ranks, in that order; without a list, of the ranks along `axis`."""
         if ranks is None:
             return self.comm(axis)
         if axis is not None:
@@ -143,7 +143,7 @@ class RankSession(Owned):
         return self.comm_of(group)
 
     def check_together(self, what: str) -> None:
-        """Refuse what all ranks do together where this one is alone."""
+        """Refuse what all ranks must do together if this rank is running something alone."""
         if self.is_apart:
             problem = f"a method of a remote object cannot {what}: the other ranks take no part in its call"
             remedy = "call other objects, or do that in mesh.run or in the program itself"
@@ -168,7 +168,7 @@ class RankSession(Owned):
             raise forked_cannot("communicate")
         comm = self._comms.get((ranks, channel))
         if comm is None or comm.stale:
-            # A transform of torch.func would take a communicator's memory for what is transformed.
+            # Otherwise a transform of torch.func would wrap the communicator's own tensors.
             with outside_torch_func():
                 comm = self._opened(ranks, channel)
         return self._counted(comm, channel) if comm.size > 1 and thread.counting else comm
@@ -190,36 +190,36 @@ class RankSession(Owned):
                 timeout=self.timeout,
                 channel=channel,
             )
-        # A rank that replaces one that died opens its groups as they are asked for; so do the others.
+        # A replacement rank opens its groups when they are asked for; so do the others.
         comm.renew()
         return comm
 
     @functools.cached_property
     def leases(self) -> Arena | None:
-        """What this rank's host shares, where results may lie that other ranks read."""
+        """The arena of this rank's host, where results may lie that other ranks read, too."""
         return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
-        """Put results, in place in the list, where they may stay when the region is over."""
+        """Move results, in place in the list, to memory where they may stay when the region is over."""
         if self.leases is not None and (leased := self.leases.leased(leaves)):
             copy_out(leaves, leased)
         if self.lasting is not None:
             self.lasting.lay_out(leaves, known)
 
     def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for so many elements of a result of a tensor's kind, where it lasts if that is worth it."""
+        """Memory for `numel` elements of a result like `like`; lasting memory, if there is any and they are many."""
         lasting = self.lasting
         return like.new_empty(numel) if lasting is None else lasting.allocate(numel, like)
 
     def overwrite(self) -> None:
-        """Note that this rank begins to overwrite what was donated: the call can't be run again."""
+        """Note that this rank begins to overwrite donated memory: from now on the call can't be run again."""
         if self.leases is not None:
             self.leases.overwrite()
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on this rank's device: itself, if it is there.
+        """A tensor on this rank's device: itself, if it is there already.
 
-        A GPU copies by itself what lies in pinned memory; for the rest, unless it is small, this process would wait.
+        Large tensors are pinned first, since this process would have to wait while pageable memory is copied to a GPU.
         """
         if tensor.device == self.device:
             return tensor
@@ -229,12 +229,12 @@ class RankSession(Owned):
         return tensor.to(self.device, non_blocking=to_gpu)
 
     def check(self) -> None:
-        """Raise what went wrong in operations that GPUs had not finished when they were started."""
+        """Raise the error of an operation that runs asynchronously on a GPU and has failed since it was started."""
         for comm in self._comms.values():
             comm.check()
 
     def _raise_own_failure(self) -> None:
-        """Raise what went wrong on this rank, if it is for that that it was called off."""
+        """Raise this rank's own error, if that is why the region was aborted."""
         try:
             self.check()
         except BaseException as failure:
@@ -244,9 +244,9 @@ class RankSession(Owned):
     def region(self, number: int, call: str = "") -> Iterator[None]:
         """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
 
-        A launched rank says which call that is, since another may make another one.
+        A launched rank says which call that is, since another rank's script may make another call.
 
-        What goes wrong in it is told before this rank leaves: else a peer would only see that it has left.
+        An error is reported before this rank leaves: else a peer would only see that it has left.
         """
         if self.arena is not None:
             spread(self.rank, self.layout.size)
@@ -280,7 +280,7 @@ class RankSession(Owned):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Refuse to communicate, since no other rank takes part in what this one does."""
+        """In the block, refuse to communicate: no other rank takes part in what this one does."""
         self._alone = True
         self._begin_task()
         try:
@@ -293,7 +293,7 @@ class RankSession(Owned):
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
-        """Refuse to communicate for the length of a block, which not all ranks may come to."""
+        """In the block, refuse to communicate: not all ranks may get there."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -309,18 +309,18 @@ class RankSession(Owned):
             self.leases.end_task()
 
     def _check_driver(self) -> None:
-        """Begin nothing that the driver has called off. (What another rank does wrong, this one may do as well.)"""
+        """Refuse to begin after the driver has aborted. (Not after another rank has: this one may fail alike.)"""
         board = self.leases
         if board is not None and board.size in board.aborted():
             board.check()
 
     def renew(self, generation: int) -> None:
-        """Go on after a failure; every communicator opens afresh when it is next asked for, or used."""
+        """Go on after a failure; every communicator is opened again when it is next asked for or used."""
         self.watch.generation = generation
 
     def close(self) -> None:
         self.closed = True
-        if self.foreign:  # connections are shared with the parent: ending them here would end them there
+        if self.foreign:  # its connections are the parent's, too: closing them here would end them there
             return
         for comm in self._comms.values():
             comm.close()
@@ -330,12 +330,12 @@ class RankSession(Owned):
 def spread(index: int, ranks: int) -> None:
     """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one.
 
-    A kernel that wakes several ranks at once likes to put them on the core that woke them, and takes its time to part
-    them: two ranks on one of two cores make a step twice as long. A rank isn't bound to its core: if that is busy with
-    something else, the kernel may move it on.
+    A kernel that wakes several ranks at once tends to put them on the core that woke them, and takes its time to spread
+    them: two ranks on one of two cores make a step twice as long. A rank isn't bound to its core: if that is busy, the
+    kernel may move it.
     """
     threads = torch.get_num_threads()
-    if ranks < 2 or ranks * threads > _CORES:  # known without a look at those that are allowed
+    if ranks < 2 or ranks * threads > _CORES:  # known without asking which cores are allowed
         return
     allowed = sorted(os.sched_getaffinity(0))
     if ranks * threads > len(allowed):

@@ -1,4 +1,4 @@
-"""What a driver's rank has: its session, its values, what was shipped to it, and the calls that it has compiled."""
+"""What a driver's rank holds: its session, its values, the objects shipped to it, and its compiled calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .session import RankSession
 
 
 class _Kept:
-    """What is left of a call's results: None where a value was freed, or never came here."""
+    """What is left of a call's results: None for a value that was freed, or never was here."""
 
     __slots__ = ("lasts", "live", "specs", "tensors")
 
@@ -41,11 +41,11 @@ class Values:
     """Tensors and their specs, by (number of the call that made them, index).
 
     Args:
-        where: says which rank this is, for messages.
-        lasting: notes what is kept here for a process that takes this one's place.
+        where: which rank this is, for messages.
+        lasting: makes what is kept here available to a process that replaces this one.
 
     Attributes:
-        copier: copies what is kept here to other hosts, if they are to have it.
+        copier: copies what is kept here to other hosts, if `Mesh(copies=)` asks for that.
     """
 
     def __init__(self, where: str, lasting: LastingValues | None = None):
@@ -54,7 +54,7 @@ class Values:
         self.copier: Copier | None = None
 
     def take_over(self) -> None:
-        """Have what the process before this one kept."""
+        """Take over what the process before this one kept."""
         if self._lasting is not None:
             self._calls = {call: _Kept(*kept) for call, kept in self._lasting.take_over().items()}
 
@@ -70,8 +70,8 @@ class Values:
         """Keep what a call has made.
 
         Args:
-            lasts: it is needed after this process; else it can be had again.
-            known: how the tensors lie, where that is known.
+            lasts: it must outlive this process; else it can be had again.
+            known: the tensors' memory layout, if it is known.
         """
         if tensors:
             if lasts and self._lasting is not None:
@@ -81,11 +81,11 @@ class Values:
                 self.copier.keep(call, tensors, specs)
 
     def kept(self) -> list[tuple[int, list[Any], list[P]]]:
-        """What is here that can't be had again, by the number of its call."""
+        """What is here and can't be had again, with the number of its call."""
         return [(call, list(kept.tensors), kept.specs) for call, kept in self._calls.items() if kept.lasts]
 
     def store(self, call: int, index: int, tensor: torch.Tensor, spec: P) -> None:
-        """Keep one value of a call whose others are elsewhere."""
+        """Keep one value of a call; this rank may not have the others."""
         kept = self._calls.setdefault(call, _Kept([], []))
         while len(kept.tensors) <= index:
             kept.tensors.append(None)
@@ -105,7 +105,7 @@ class Values:
             self._forget(call)
 
     def gather(self, spans: Spans) -> tuple[list[torch.Tensor], list[P]]:
-        """The values that spans name, one after another."""
+        """The values that the spans name, in order."""
         tensors: list[Any] = []
         specs: list[P] = []
         for call, start, stop in each_span(spans):
@@ -133,7 +133,7 @@ class Values:
         if self.copier is not None:
             self.copier.free(spans)
         shrunk = set[int]()
-        dropped: list[Any] = []  # until the ledger knows
+        dropped: list[Any] = []  # alive until the ledger is updated
         for call, start, stop in each_span(spans):
             kept = self._calls.get(call)
             if kept is None:
@@ -162,7 +162,7 @@ class Values:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Stands for a shipped object that this rank could not read, most often for a module that is not on its path."""
+    """Stands for a shipped object that this rank could not read, mostly because a module is not on its path."""
 
     error: BaseException
     traceback: TracebackType | None
@@ -172,8 +172,8 @@ class RankState:
     """A rank of a driver, between two tasks.
 
     Args:
-        own_path: where modules lie on this host, which may be another than the driver's.
-        who: this host's address, if there are several, and the key of the mesh.
+        own_path: where modules lie on this host, if it is not the driver's.
+        who: this host's address, if there are several hosts, and the key of the mesh.
     """
 
     def __init__(self, session: RankSession, mesh: Any, *, own_path: Sequence[str] = (), who: tuple[str, bytes]):
@@ -183,13 +183,13 @@ class RankState:
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
-        # By reader: how its last batch is described, and the first task since which that has not changed.
+        # By reader: the description of its last batch, and since which task that has not changed.
         self._last_described: dict[str, tuple[bytes, int]] = {}
 
     def keep(self, key: str, packet: wire.Packet) -> bool:
-        """Take a shipped object, under its key; whether it could be read."""
+        """Keep a shipped object under its key; whether it could be read."""
         if key in self._shipped:
-            self._calls.clear()  # what is shipped again is another object
+            self._calls.clear()  # calls compiled with the old object are out of date
         try:
             found = self.read(packet)
             self.modules.notice()
@@ -206,10 +206,10 @@ class RankState:
         sys.path[:] = dict.fromkeys([*path, *self._own_path])
 
     def shipped(self, key: str) -> Any:
-        """The object shipped under a key, or the error that reading it gave."""
+        """The object shipped under a key; raises the error if reading it failed."""
         found = self._shipped[key]
         if isinstance(found, _Unreadable):
-            raise found.error.with_traceback(found.traceback)  # as it was then, however often it is raised
+            raise found.error.with_traceback(found.traceback)  # the same traceback, however often it is raised
         return found
 
     def compiled(self, key: str) -> CompiledCall:
@@ -222,14 +222,14 @@ class RankState:
         return call
 
     def description(self, reader: str, treedef: Any, metas: list[OutputMeta]) -> bytes:
-        """What there is to tell of a batch that a reader has read: mostly the same as of the one before."""
+        """The description of a batch that a reader has read: mostly the same object as for the batch before."""
         known = self._described.get(reader)
         if known is None or known[0] != treedef or any(about.spec is None for about in metas) or known[1] != metas:
             known = self._described[reader] = treedef, metas, encode(treedef, metas)
         return known[2]
 
     def described_since(self, reader: str, description: bytes, task: int) -> int:
-        """Note how a reader's last batch is described in a task; since which task that has been the same."""
+        """Note how a task describes a reader's last batch; returns since which task that has been the same."""
         known = self._last_described.get(reader)
         if known is None or known[0] is not description:
             known = self._last_described[reader] = description, task
@@ -246,7 +246,7 @@ class RankState:
             self._last_described.pop(key, None)
 
     def forget_last_results(self) -> None:
-        """Have every call tell everything of its next results: the driver may not have heard of the last."""
+        """Make every call describe its next results in full: the driver may not have received the last description."""
         self._last_described.clear()
         for call in self._calls.values():
             call.forget()

@@ -1,6 +1,6 @@
-"""What a driver's rank does for each kind of task: a function of its state and the message.
+"""What a driver's rank does for each kind of task: one function for each, of the rank's state and the message.
 
-What it returns is the content of the `Answer`; or it is another message, which answers in its place.
+It returns the content of the `Answer`, or another message that is the answer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
         if isinstance(value, Pieces):
             kept.append(value.take(layout, spec, rank, state.session.allocate))
             continue
-        # Nobody else holds what came with the task, so that it need not be copied whole.
+        # A whole value need not be copied: nobody else holds what came with the task.
         local = layout.take(value, spec, rank) if spec.entries or value.requires_grad else value
         kept.append(state.session.on_device(local))
     state.session.lay_out(kept)
@@ -70,14 +70,14 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Any:
     read, failure, began = state.shipped(task.reader), None, time.monotonic()
-    described: list[tuple] = []  # each batch, and more of it that is always new
+    described: list[tuple] = []  # for each batch its description, and what is new with every batch
     for arguments, out in task.batches:
         try:
             treedef, leaves, metas, *more = read(state.session, *arguments)
         except Exception as error:
-            if not described or state.session.foreign:  # a process that the reader has forked answers nothing
+            if not described or state.session.foreign:  # a child process that the reader has forked must not answer
                 raise
-            failure = capture(error)  # of this batch alone: those before it have been read
+            failure = capture(error)  # of this batch only: those before it have been read
             break
         state.values.keep(out, agreement.tensors_among(leaves, metas), agreement.specs_of(metas), lasts=False)
         described.append((state.description(task.reader, treedef, metas), *more))
@@ -91,7 +91,7 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Any:
     (tensor,), _ = state.values.gather((task.call, task.index, task.index + 1))
     found = tensor.cpu()
-    state.session.check()  # a GPU that was stopped has left anything in it
+    state.session.check()  # if the GPU was stopped, the contents are arbitrary
     return found
 
 

@@ -1,8 +1,8 @@
 """The main loop of a driver's rank: take a message from the socket, do what it says, answer.
 
-Tasks run in the order in which they were sent. After a failed region everything already sent is refused until the
-driver, which has waited for all ranks to fall quiet, opens the next generation; a task that this rank runs for itself
-fails for itself.
+Tasks run in the order in which they were sent. After a failed region, the rank skips everything already sent, until the
+driver has waited for all ranks to fall quiet and opens the next generation. If a task that this rank runs alone fails,
+other tasks go on (unless it was interrupted or aborted).
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
 
-IMPORT_SECONDS = 0.05  # until a task that was importing is looked at again
-INTERRUPT_SECONDS = 0.3  # between two interrupts of one task: the first one's cleaning up is left in peace
+IMPORT_SECONDS = 0.05  # until an interrupt that came during an import is tried again
+INTERRUPT_SECONDS = 0.3  # between two interrupts of one task, so that the first one's cleaning up is not interrupted
 
 
 class Worker(Owned):
     """Serves the driver at the other end of a socket.
 
     Attributes:
-        task: the number of the one that it is at, or was last.
+        task: the number of the current task, or the last one.
     """
 
     def __init__(self, state: RankState, connection: socket.socket):
         super().__init__()
         self._state, self._connection = state, connection
         self._receiver = wire.Receiver(connection)
-        self._unread: deque[wire.Packet] = deque()  # has come, and is yet to be handled
+        self._unread: deque[wire.Packet] = deque()  # arrived, not handled yet
         self._questions = 0
         self._failed = self._running = self._ends = False
         self._interrupted_at = 0.0
         self.task = 0
-        self._sent = 0  # messages
+        self._sent = 0  # messages over the socket
         self._sending = threading.Lock()
 
     def serve(self) -> None:
-        """Until the driver says that this is enough, or goes."""
+        """Handle messages until the driver says to exit, or is gone."""
         self._send(protocol.Ready())
         while True:
             while self._unread:
@@ -114,14 +114,14 @@ class Worker(Owned):
             os._exit(1)
 
     def _put(self, answer: protocol.Unchanged) -> bool:
-        """Answer in shared memory; whether that can be."""
+        """Answer in shared memory, if that is possible; whether it was."""
         arena = self._state.session.arena
-        if arena is None or self.foreign or arena.aborted():  # who has called a region off listens to its sockets
+        if arena is None or self.foreign or arena.aborted():  # after an abort, answers are awaited on the sockets
             return False
         return arena.answers.put(answer.task, self._sent, answer.prints)
 
     def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
-        """Do a task; what is to be sent of how it went."""
+        """Do a task; returns the answer to send."""
         if self._failed:
             return self._packed(protocol.Skipped(task.number))
         state, self.task = self._state, task.number
@@ -156,7 +156,7 @@ class Worker(Owned):
         return answer
 
     def _end_if_forked(self, status: int) -> None:
-        """End a child that the task has forked, and that has come to the task's end: the rank itself answers."""
+        """End a child process that the task has forked and that got here: only the rank itself answers."""
         if self.foreign:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
@@ -176,19 +176,19 @@ class Worker(Owned):
     def _send_packet(self, packet: wire.Packet) -> None:
         if self.foreign:
             return
-        with contextlib.suppress(ConnectionError), self._sending:  # the driver is gone, and this process soon will be
+        with contextlib.suppress(ConnectionError), self._sending:  # the driver is gone, and so will be this process
             self._sent += 1
             wire.send(self._connection, packet)
         packet.close()
 
     def report(self, message: protocol.Message) -> None:
-        """Tell the driver something on the way; half a message would be the end of the connection."""
+        """Tell the driver something during a task; an interrupt must not cut the message in half."""
         with uninterrupted():
             self._send(message)
 
     def ask(self, text: str) -> str:
-        """A line from the driver's terminal, for a debugger that has written `text`; empty at the end of its input."""
-        if self.foreign:  # what the driver says is for the rank to read
+        """For a debugger that has written `text`, a line from the driver's terminal; empty at the end of the input."""
+        if self.foreign:  # the driver's messages are for the rank to read
             return ""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -198,7 +198,7 @@ class Worker(Owned):
         readable = select.poll()
         readable.register(self._connection, select.POLLIN)
         while readable.poll():
-            with uninterrupted():  # half of what has come must not be lost
+            with uninterrupted():  # an interrupt must not lose what was received
                 packets = self._receiver.receive(block=False)
                 if packets is None:
                     break
@@ -215,7 +215,7 @@ class Worker(Owned):
         return ""
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """SIGINT: the driver's Ctrl-C, meant for the task that runs; between tasks there is nothing to stop."""
+        """Handle SIGINT, the driver's Ctrl-C: it is for the running task; between tasks there is nothing to stop."""
         now = time.monotonic()
         if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
             return
@@ -233,7 +233,7 @@ class Worker(Owned):
 
 
 class TracedWorker(Worker):
-    """A `Worker` that tells of every task when it is over, before its answer."""
+    """A `Worker` that reports every task to the driver's trace when it is over, before the answer."""
 
     def __init__(self, state: RankState, connection: socket.socket, key: bytes):
         super().__init__(state, connection)
@@ -248,19 +248,19 @@ class TracedWorker(Worker):
         return answer
 
     def _name(self, task: protocol.Task) -> str:
-        """What a task is called: as the program calls its function."""
+        """A task's name: that of the program's function, if it calls one."""
         try:
             if isinstance(task, protocol.CallProgram):
                 return str(self._state.shipped(self._state.shipped(task.call).program).name)
             if isinstance(task, protocol.CallFunction):
                 return str(getattr(self._state.shipped(task.function), "__qualname__", "mesh.run"))
-        except Exception:  # it can't be read here, which its answer says
+        except Exception:  # it can't be read here, as the answer will say
             pass
         return type(task).__name__
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: cut short, it leaves others behind that can never be imported again."""
+    """Whether a module is being imported: an interrupt could leave modules behind that can't be imported again."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

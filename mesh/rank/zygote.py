@@ -1,8 +1,8 @@
 """The zygote: a process that has imported torch and run nothing, from which ranks are forked.
 
-Why: `import torch` costs seconds and a fork of it milliseconds; and a fork of the user's own process, in which
-torch's thread pool has run, would hang. A second zygote, forked from the first, stands by for when that is killed.
-Invariants: one thread here, ever; when the driver goes, by whatever death, so do the zygotes and all their ranks.
+Importing torch takes seconds, and a fork milliseconds; and a fork of the user's own process, in which torch's thread
+pool has run, would hang. A second zygote, forked from the first, stands by in case the first is killed. Invariants:
+this process never has a second thread; however the driver ends, the zygotes and all their ranks end, too.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import NoReturn
 
 from ...kernels.processes import end_with_parent
 from ..readers import process as reader_process
-from . import process as rank_process  # and with it torch, which is what this process is for
+from . import process as rank_process  # this imports torch, which is what this process is for
 from .descriptors import Exited, Forked, ReaderRequest, Refused, StandBy, receive, send
 
-# What ranks import to unpickle a program, a twentieth of a second on each: here once.
+# Ranks need these to unpickle a program: imported here once, instead of for 0.05 s on each rank.
 PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
 
 
 def main(control_fd: int, driver_pid: int) -> None:
     """Serve fork requests on the control socket until it closes."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the driver's thread blocks is not blocked here
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # unblock what the driver's thread blocks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = os.pidfd_open(driver_pid)
     for name in PRELOADED:
         importlib.import_module(name)
-    # Pages of long-lived objects stay shared with the ranks.
+    # So that the garbage collector doesn't write to pages that are shared with the ranks.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -48,7 +48,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: set[int] = set()
-    with contextlib.suppress(ConnectionError):  # it needs none any more, which is heard below
+    with contextlib.suppress(ConnectionError):  # the driver has closed it already, or is gone, which is noticed below
         control.sendall(b"R")
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
     for fd in (control.fileno(), wake_read, driver):
@@ -73,7 +73,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                 send(control, Refused(error.errno or 0), [])
                 continue
             if pid == 0:
-                os.setpgid(0, 0)  # what its programs start ends with it
+                os.setpgid(0, 0)  # so that processes it starts end with it
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (control.detach(), wake_read, wake_write):
@@ -94,10 +94,10 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                         sys.stdout.flush()
                         sys.stderr.flush()
                     with contextlib.suppress(OSError):
-                        os.kill(os.getppid(), signal.SIGCONT)  # stopped, it does not hear that the driver ended
+                        os.kill(os.getppid(), signal.SIGCONT)  # stopped, it would not notice the driver's end
                     os._exit(code)
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # whoever of the two comes first
+                os.setpgid(pid, pid)  # parent and child both try: one is first
             children.add(pid)
             for fd in fds:
                 os.close(fd)
@@ -110,7 +110,7 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
 
 
 def _end_group(pid: int) -> None:
-    """End a rank, and what it has started and left behind."""
+    """Kill a rank, and processes that it has started and left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

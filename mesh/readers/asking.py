@@ -1,11 +1,11 @@
-"""A driver asks its ranks for their parts of several batches at once: one message, one task, one answer of each rank.
+"""Asking the ranks for their parts of several batches at once: one message, one task, one answer from each rank.
 
-Several only of batches that are read in no time (`BRIEF_SECONDS`). For others a message each costs nothing, while a
-task that takes long delays the first of its batches, is lost whole with a rank, and looks as if that were stuck.
+This is done only for batches that are read quickly (`BRIEF_SECONDS`). For slower ones a message each costs little, and
+a long task would delay its first batch, would be lost as a whole with a rank, and would make its rank look stuck.
 
-Invariants: each batch has values of its own, so that it alone is freed, or read again by a rank in a dead one's place;
-what fails is raised at the batch that it belongs to, after those before it. A rank that has nothing new to tell says so
-of an earlier task that the request names, whose answers the driver has kept with it: no others can be meant.
+Invariants: each batch has its own values, so that it can be freed, or read again by a replacement rank, by itself; a
+failure is raised at the batch that it belongs to, after the batches before it. A rank that has nothing new to report
+says that all is as in an earlier task. The request names that task, and the driver has kept all answers to it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ..mesh import Mesh
 from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 
-BRIEF_SECONDS = 0.005  # to read a batch: a message takes a tenth of that
+BRIEF_SECONDS = 0.005  # for reading a batch; a message takes a tenth of that
 
 Descriptions = tuple[tuple[bytes, ...], list[list[Any]]]
-"""Of a batch: how each rank describes its part, and of each what more there is."""
+"""Of a batch: each rank's description of its part, and what else each rank has sent."""
 
 
 class Reader:
-    """What reads batches on the ranks, and what these have last said of it.
+    """A function that reads batches on the ranks, and what these last reported.
 
-    It is looked at for changes when it is first shipped, and not again while the ranks have it.
+    It is not checked for changes as long as the ranks have it.
 
     Attributes:
-        described: the last task that all ranks have answered, and how each described the last batch of it.
-        is_brief: all ranks have read the batches of that task in no time.
+        described: the last task that all ranks have answered, and each one's description of the last batch in it.
+        is_brief: whether all ranks have read the batches of that task quickly.
     """
 
     def __init__(self, obj: Any):
@@ -50,13 +50,13 @@ class Reader:
         self.is_brief = False
 
     def to(self, objects: ShippedObjects) -> Shipped:
-        """What it is known by on the ranks of a mesh."""
+        """The function, as shipped to the ranks of a mesh."""
         if self._known is None or self._known[0] is not objects or not objects.has(self._known[1].key):
             self._known, self.described = (objects, objects.ship_function(self.obj)), (0, {})
         return self._known[1]
 
     def note(self, objects: ShippedObjects, task: int, described: dict[int, tuple]) -> None:
-        """Keep how the ranks of a mesh have described a batch, unless others have taken their place since."""
+        """Keep the ranks' descriptions of a batch, unless the mesh has other ranks since."""
         if self._known is not None and self._known[0] is objects:
             self.described = task, described
 
@@ -66,8 +66,8 @@ class Asked:
     """A batch that the ranks were asked for.
 
     Attributes:
-        layout: of the mesh, which may have another by the time that the batch is there.
-        values: its own.
+        layout: of the mesh when it was asked; the mesh may have been resized when the batch is there.
+        values: the batch's values.
     """
 
     layout: Layout
@@ -76,13 +76,13 @@ class Asked:
     _index: int
 
     def descriptions(self) -> Descriptions:
-        """How the ranks describe it; waits for it."""
+        """The ranks' descriptions of it; waits for them."""
         return self._answers.of(self._index)
 
     def tree(
         self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
     ) -> Any:
-        """Its tree of Arrays, of what each rank has described; for the arguments see `fill`."""
+        """Its tree of Arrays, from each rank's description; for the arguments see `fill`."""
         where = self._answers.where
         treedef, results = agreement.of_batch(
             self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy
@@ -99,8 +99,8 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
     """Have every rank read its part of batches, one after another.
 
     Args:
-        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, and more)`, called on every
-            rank.
+        reader: a function `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, and more)`, called on
+            every rank.
         requests: the arguments for each batch.
     """
     driver, layout = mesh.driver, mesh.layout
@@ -116,25 +116,25 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
         forgotten: tuple[str, ...],
         batches: tuple[tuple[tuple, int], ...] = batches,
         known: int = known,
-    ) -> protocol.FillValues:  # and keeps what it reads with shipped, but not the values, which have `read`
+    ) -> protocol.FillValues:  # it keeps `shipped` alive, but not the values, which refer to it
         return protocol.FillValues(number, region, freed, forgotten, shipped.key, batches, known, BRIEF_SECONDS)
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
     about: dict[str, Any] = {"last_results": described, "name": "a batch", "layout": layout}
-    # What fails is told who comes to this batch, and nobody if the loop was left before.
+    # A failure is raised only when the loop comes to the batch, and not if the loop was left before.
     task = driver.submit(read, values=tuple(values), reported=True, **about)
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
 
 
 class _Answers:
-    """How the ranks describe the batches of one task."""
+    """The ranks' descriptions of the batches of one task."""
 
     def __init__(self, driver: DriverSession, reader: Reader, task: Task, count: int):
         self._driver, self._reader, self._task, self._count = driver, reader, task, count
         self._found: list[Descriptions] | None = None  # of the batches that all ranks have read
-        self._failures: dict[int, Failure] = {}  # of the batch behind them
+        self._failures: dict[int, Failure] = {}  # of the batch after them
         self.where = driver.describe()
 
     def of(self, index: int) -> Descriptions:
@@ -147,7 +147,7 @@ class _Answers:
 
     def _taken(self) -> list[Descriptions]:
         answers = self._driver.wait(self._task).values()
-        if all(isinstance(answer, tuple) for answer in answers):  # nothing is new, nor took long
+        if all(isinstance(answer, tuple) for answer in answers):  # nothing is new, and all was quick
             self._note(answers, True)
             return [_of_batch(answers)] * self._count
         decoded = [self._decoded(answer) for answer in answers]
@@ -159,12 +159,12 @@ class _Answers:
         return [_of_batch([batches[index] for batches, *_ in decoded]) for index in range(count)]
 
     def _note(self, last: Sequence[tuple], brief: bool) -> None:
-        """Keep how each rank has described the last batch that it has read, and whether that took no time."""
+        """Keep each rank's description of the last batch that it has read, and whether all were read quickly."""
         self._reader.note(self._driver.shipped, self._task.number, dict(enumerate(last)))
         self._reader.is_brief = brief
 
     def _decoded(self, answer: Any) -> tuple[Sequence[tuple], Failure | None, bool]:
-        """Of one rank, batch by batch, what has failed behind them, and whether they took no time."""
+        """One rank's answer: what it sent for each batch, what failed after these, and whether all was read quickly."""
         return ([answer] * self._count, None, True) if isinstance(answer, tuple) else pickle.loads(answer)
 
 

@@ -1,4 +1,4 @@
-"""Batches of which every rank reads its own part: their lengths are known before (`fill`), or once they were read.
+"""Batches of which every rank reads its own part; lengths are known before (`fill`) or after reading (`fill_streams`).
 
 Invariant: all processes agree on how many samples each part has.
 """
@@ -22,7 +22,7 @@ from ..spec import RAGGED, Layout, split_sizes, strided_sizes
 from .asking import Asked, Reader, ask
 
 Found = dict[int, tuple[int, Any]]
-"""By virtual stream: how many samples it gave, and where it is now."""
+"""Virtual stream -> how many samples it gave, and where it is now."""
 
 
 def fill(
@@ -38,10 +38,10 @@ def fill(
 
     Args:
         name: what is read, for messages.
-        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
+        reader: a function `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
         requests: for each batch the arguments, and how it was dealt.
         ragged: the parts may differ in more than dimension 0.
-        remedy: what to do where they do and may not.
+        remedy: for the error if they do and may not.
     """
 
     def there(asked: Asked, deal: Deal | None) -> Any:
@@ -61,8 +61,9 @@ def fill_streams(
     """As `fill`, from virtual streams: each function gives the tree of Arrays, or None, and what was found.
 
     Args:
-        reader: of `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on every rank.
-        requests: for each batch the arguments, and its `Deal`, as far as it is known before.
+        reader: a function `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each, Found)`, called on
+            every rank.
+        requests: for each batch the arguments, and its `Deal`, as far as it is known beforehand.
     """
 
     def there(asked: Asked, known: Deal) -> tuple[Any, Found]:
@@ -79,7 +80,7 @@ def fill_streams(
 def _asked(
     mesh: Mesh, reader: Reader, requests: Sequence[tuple[tuple, Any]], there: Callable[..., Any], here: Callable
 ) -> list[Callable[[], Any]]:
-    """For each batch what waits for it: `there`, with what a driver has asked its ranks for, or `here` on a rank."""
+    """For each batch a function that waits for it: `there`, in a driver, after asking its ranks; `here`, on a rank."""
     if not mesh.is_driver:
         return [functools.partial(here, *request) for request in requests]
     asked = ask(mesh, reader, [arguments for arguments, _ in requests])
@@ -90,7 +91,7 @@ def _asked(
 
 
 def _read_here(mesh: Mesh, reader: Any, ragged: bool, arguments: tuple, deal: Deal | None) -> Any:
-    """Its part of a batch, as Arrays."""
+    """This rank's part of a batch, as Arrays."""
     treedef, leaves, outputs = reader(mesh.session, *arguments)
     of_tensors = [about for about in outputs if about.spec is not None]
     metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
@@ -129,7 +130,7 @@ def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tupl
 def _as_arrays(
     mesh: Mesh, treedef: Any, leaves: list[Any], outputs: list[agreement.OutputMeta], *about: Any, **more: Any
 ) -> Any:
-    """What a rank has read as a tree with Arrays for tensors; the other arguments are those of `LocalValues`."""
+    """The tree that a rank has read, with Arrays for tensors; the other arguments are those of `LocalValues`."""
     tensors = agreement.tensors_among(leaves, outputs)
     arrays = iter(LocalValues(mesh.session, tensors, *about, **more).arrays(mesh))
     made = [leaf if output.spec is None else next(arrays) for leaf, output in zip(leaves, outputs, strict=True)]
@@ -137,19 +138,19 @@ def _as_arrays(
 
 
 def _parts(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> list[int]:
-    """How many samples each part has of a batch that is cut along some axes, of virtual shards of these sizes."""
+    """How many samples each part has if a batch with virtual shards of these sizes is cut along some axes."""
     ends = itertools.accumulate(split_sizes(len(sizes), layout.parts(axes)), initial=0)
     return [sum(sizes[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def _held(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> list[int]:
-    """How many of them each rank has."""
+    """How many samples each rank has."""
     parts = _parts(layout, axes, sizes)
     return [parts[layout.part(rank, axes)] for rank in range(layout.size)]
 
 
 def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[tuple[int, ...], ...] | None:
-    """Of all ranks' parts, which virtual shards make other than even."""
+    """The shapes of all ranks' parts, which need not be even with virtual shards."""
     if about.whole is None or about.spec is None:
         return None
     held = _held(layout, about.spec.dim_axes(0), strided_sizes(about.whole[0], shards))
@@ -157,13 +158,13 @@ def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[t
 
 
 def _unsure(about: Meta) -> Meta:
-    """What all ranks know of a part that may be padded, without asking each other."""
+    """What all ranks know of a batch that may be padded, without asking each other."""
     shape = (about.shape[0], *(RAGGED for _ in about.shape[1:])) if about.spec.entries else about.shape
     return meta(shape, about.dtype, about.spec)
 
 
 def _deal(layout: Layout, found: Found, known: Deal) -> Deal:
-    """How it was dealt; without `shards` sizes are said where a rank has no samples, which steps have to know of."""
+    """How it was dealt; without `shards`, sizes are given only if a rank has no samples, which steps have to know."""
     sizes = [found[v][0] for v in sorted(found)]
     if known.shards is None:
         usual = all(_parts(layout, (layout.batch_axis,), sizes))

@@ -1,7 +1,7 @@
-"""A rank's readers: it asks them for what it will need, and takes the answers in the order in which it asked.
+"""A rank's readers, processes beside it: it asks them for what it will need, and takes the answers by number.
 
-Invariants: an answer that nobody takes any more is forgotten, and its memory freed; a reader that dies is named with
-what it was reading, and another takes its place when next asked.
+Invariants: an answer that nobody wants any more is dropped, and its memory freed; if a reader dies, the error says what
+it was reading, and another takes its place at the next request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .process import NOTE_BYTES, Note
 
 
 class _Reader:
-    """One process, and what it has been asked and not answered."""
+    """One process, and the requests that it has not answered."""
 
     def __init__(self, pid: int, pidfd: int, connection: socket.socket, note: Note):
         self.pid, self.connection, self.note = pid, connection, note
@@ -41,21 +41,21 @@ class Pool(Owned):
     """Processes that call `job(*arguments)` for the rank that has made this.
 
     Args:
-        job: what they call, sent to each once.
-        count: how many.
-        what: they do, for messages.
+        job: the function, sent to each once.
+        count: how many processes.
+        what: what they do, for messages.
     """
 
     def __init__(self, job: Any, count: int, what: str):
         super().__init__()
         self._job, self._what = job, what
         self._readers: list[_Reader | None] = [None] * count
-        self._zygote: spawn.Zygote | None = None  # this process's, which all its pools share and which stays
+        self._zygote: spawn.Zygote | None = None  # this process's: all its pools share it, and it is kept
         self._shipped: wire.Packet | None = None
         self._numbers = 0
         self._answers: dict[int, tuple[Any, wire.Packet]] = {}
         self._lost: dict[int, MeshError] = {}  # requests whose reader has died
-        self._wanted: dict[int, int] = {}  # the number of a request that an answer is waited for -> who was asked
+        self._wanted: dict[int, int] = {}  # number of a request whose answer is wanted -> index of the reader
         board = os.memfd_create("spmd-readers", os.MFD_CLOEXEC)
         os.ftruncate(board, count * NOTE_BYTES)
         self._board_fd, self._board = board, mmap.mmap(board, count * NOTE_BYTES)
@@ -64,10 +64,10 @@ class Pool(Owned):
         return len(self._readers)
 
     def ask(self, arguments: tuple, index: int | None = None) -> int:
-        """Have a reader call the job; the number to `take` its answer by.
+        """Have a reader call the job; returns the number with which to `take` the answer.
 
         Args:
-            index: of the reader; None is the one with the fewest requests.
+            index: of the reader; None takes the one with the fewest requests.
         """
         if index is None:
             index = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
@@ -77,13 +77,13 @@ class Pool(Owned):
         packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
         reader.asked.add(self._numbers)
         self._wanted[self._numbers] = index
-        with contextlib.suppress(ConnectionError):  # that it has died is found when the answer is waited for
+        with contextlib.suppress(ConnectionError):  # its death is noticed when the answer is taken
             wire.send(reader.connection, packet)
         packet.close()
         return self._numbers
 
     def take(self, number: int) -> Any:
-        """Wait for an answer, and give it.
+        """Wait for an answer, and return it.
 
         Raises:
             what the job has raised; MeshError: the reader has died.
@@ -110,7 +110,7 @@ class Pool(Owned):
         return result
 
     def forget(self) -> None:
-        """Want none of the answers any more that are under way."""
+        """Drop all answers, also those still to come."""
         self._wanted.clear()
         self._lost.clear()
         while self._answers:
@@ -154,13 +154,13 @@ class Pool(Owned):
     def _packed(self) -> wire.Packet:
         try:
             return wire.dumps(self._job, head=())
-        except Exception as error:  # pickling calls what the dataset defines
+        except Exception as error:  # anything: pickling calls methods of the dataset
             problem = f"a dataset cannot be sent to a process that {self._what}"
             remedy = "what is open is each process's own: have __getstate__ leave it out"
             raise MeshError(message(problem, got=f"{type(error).__name__}: {error}", remedy=remedy)) from None
 
     def _receive(self) -> None:
-        """Take in what the readers have sent, at least one thing."""
+        """Take in what the readers have sent; waits until there is something."""
         waiting, indexes = select.poll(), {}
         for index, reader in enumerate(self._readers):
             if reader is not None and reader.asked:
@@ -183,7 +183,7 @@ class Pool(Owned):
                     packet.close()
 
     def _bury(self, index: int, reader: _Reader) -> None:
-        """A reader has ended: whoever waits for what it was asked is told, when it comes to that."""
+        """A reader has ended: keep an error for each request that it did not answer."""
         self._readers[index] = None
         reader.close()
         lost = [number for number in reader.asked if number in self._wanted]

@@ -1,6 +1,6 @@
 """A reader: a process beside a rank that reads what the rank asks for, one request after another.
 
-It is forked from a zygote of the rank's own, in which torch has never run, and ends when the rank's socket does.
+It is forked from the rank's own zygote, in which torch has never run, and ends when the rank closes the socket.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..failure import capture
 from ..rank.descriptors import ReaderRequest
 from ..rank.memory import keep_some_freed_memory
 
-NOTE_BYTES = 1024  # of the board, for each reader
+NOTE_BYTES = 1024  # of shared memory, for each reader
 
 
 class Note:
-    """What a reader is reading, where the rank finds it if the reader dies; in any other process nothing.
+    """Says what a reader is reading, so that the rank knows it if the reader dies; in other processes it does nothing.
 
-    Invariant: one line of text in memory that both map, written before the work that might end the process.
+    Invariant: one line of text in memory that both map, written before the work that might kill the process.
     """
 
     def __init__(self, board: mmap.mmap | None = None, index: int = 0):
@@ -72,7 +72,7 @@ def main(request: ReaderRequest, fds: list[int]) -> None:
 
 
 class _Job:
-    """What a reader calls; it is unpickled for the first request, which is told if that fails."""
+    """The function that a reader calls; it is unpickled at the first request, which gets the error if that fails."""
 
     def __init__(self, packet: wire.Packet):
         self._packet: wire.Packet | None = wire.Packet(packet.data, packet.inline, packet.fd)
@@ -96,7 +96,7 @@ def _answer(connection: socket.socket, number: int, job: _Job, arguments: tuple)
         packet = wire.dumps(capture(error))
         packet.head = protocol.encode(protocol.Failed(number))
     try:
-        with contextlib.suppress(ConnectionError):  # the rank ended meanwhile, as the next receive will find
+        with contextlib.suppress(ConnectionError):  # the rank has ended, as the next `receive` will notice
             wire.send(connection, packet)
     finally:
         packet.close()

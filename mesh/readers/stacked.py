@@ -1,6 +1,6 @@
-"""Samples that are stacked where they leave a reader: in the memory that the rank is to map, without a copy before.
+"""Samples that are stacked as they leave a reader, straight into the memory that the rank will map: one copy less.
 
-Invariant: what arrives is what torch.stack makes of the samples.
+Invariant: what arrives equals torch.stack of the samples.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-_LEAST_BYTES = 1 << 16  # of a stack whose copy is worth saving
+_LEAST_BYTES = 1 << 16  # of a stack for which saving a copy is worth it
 
 
 class Stacked:
-    """Tensors of one shape and dtype, as the tensor that they will be."""
+    """Tensors of one shape and dtype that stand for their stack."""
 
     __slots__ = ("_samples", "dtype", "shape")
 
@@ -24,7 +24,7 @@ class Stacked:
 
     @staticmethod
     def of(samples: Sequence[Any]) -> Stacked | None:
-        """None where they are too small, not alike, or no plain tensors."""
+        """Samples to stack; None if they are too small, not alike, or no plain tensors."""
         first = samples[0]
         if len(samples) * first.nbytes < _LEAST_BYTES:
             return None
@@ -38,7 +38,7 @@ class Stacked:
         return self.dtype.itemsize
 
     def write(self, flat: torch.Tensor) -> None:
-        """Into memory for as many elements."""
+        """Stack the samples into `flat`, which has as many elements."""
         torch.stack(self._samples, out=flat.view(self.shape))
 
     def without_samples(self) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Where ranks hear calls of remote objects: on their own host under a name of the mesh's, on others at a port.
+"""Where ranks accept calls of remote objects: from their own host under a socket name, from other hosts at a port.
 
-Any user sees the names that are in use, and can take one as soon as its rank has died. So a rank has several, of which
-nobody can know the next without the mesh's key. Invariant: who dials a name speaks with this user's, or with nobody.
+Any user can see which names are in use, and could take one as soon as its rank has died. So a rank has several names,
+and nobody without the mesh's key can know the next. Invariant: whoever connects to a name reaches a process of the same
+user, or nobody.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import struct
 from ..hosts.coded import keep_alive
 
 CONNECT_SECONDS = 5.0  # for another host to answer
-_NAMES = 16  # that a rank can have, one after another
+_NAMES = 16  # that a rank can try, one after another
 _PEER = struct.Struct("3i")  # struct ucred
 
 
 def _name(key: bytes, rank: int, turn: int) -> str:
-    """A name under which a rank of a mesh may listen on this host: without a file, gone with the process."""
+    """An abstract socket name for a rank on this host: there is no file, and it is gone with the process."""
     return "\0spmd-" + hashlib.blake2b(key + struct.pack("<qq", rank, turn), digest_size=16).hexdigest()
 
 
@@ -29,7 +30,7 @@ def listen(key: bytes, rank: int) -> socket.socket:
     """Listen under the first of a rank's names that is free.
 
     Raises:
-        OSError: none is.
+        OSError: none is free.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     for turn in range(_NAMES):
@@ -46,10 +47,10 @@ def listen(key: bytes, rank: int) -> socket.socket:
 
 
 def connected(key: bytes, rank: int, elsewhere: tuple[str, int] | None) -> socket.socket:
-    """A connection to a rank: of this host, or where it listens on another.
+    """A connection to a rank on this host, or on another, at the address `elsewhere`.
 
     Raises:
-        OSError: nobody is there.
+        OSError: no process listens there.
     """
     if elsewhere is not None:
         connection = socket.create_connection(elsewhere, timeout=CONNECT_SECONDS)

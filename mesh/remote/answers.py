@@ -24,7 +24,7 @@ def raised(packet: wire.Packet, mesh: str) -> BaseException:
 
 
 def lost(rank: int, what: str, mesh: str) -> PeerLost:
-    """A rank that has ended, and with it what lived there."""
+    """The error for a rank that has ended, and with it what lived there."""
     return PeerLost(
         message(
             f"rank {rank}, on which {what} lived, has died or left",
@@ -36,7 +36,7 @@ def lost(rank: int, what: str, mesh: str) -> PeerLost:
 
 
 def unreachable(rank: int, what: str, mesh: str) -> PeerLost:
-    """A rank that lets nobody in, and is not replaced either."""
+    """The error for a rank that accepts no connection, and is not replaced either."""
     return PeerLost(
         message(
             f"rank {rank}, on which {what} was to live, lets nobody in",

@@ -1,8 +1,8 @@
-"""What a process does as a caller of remote objects: it sends calls, waits for results, and says what it needs no more.
+"""A process as a caller of remote objects: it sends calls, waits for results, and releases what it no longer needs.
 
-Invariants: calls of one thread go out in order; at most `CALLS` of them, with `BYTES` of arguments, are unanswered at
-one process, and who would send more waits; arguments that are results of other calls stay until the call is answered;
-an error that nobody has asked for is raised at the next call, or when the mesh is closed.
+Invariants: calls of one thread go out in order; at most `CALLS` calls, with `BYTES` of arguments, are unanswered at one
+process, and a thread that would send more waits; results that are arguments of a call are kept until that call is
+answered; an error that nobody has asked for is raised at the next call, or when the mesh is closed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .reference import Ref
 from .restoring import Restorable, Restoring, Sent
 
 CALLS, BYTES = 1024, 1 << 30
-RELEASES = 64  # results that are needed no more, before they are released without a call
-REPLACED_SECONDS = 60.0  # in which a rank that has died is to be replaced
-PROBE_SECONDS = 0.1  # that a method waits for a call before it is looked whether it waits for itself
+RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
+REPLACED_SECONDS = 60.0  # how long to wait for a dead rank to be replaced
+PROBE_SECONDS = 0.1  # how long a method waits for a call before it checks whether it waits for itself
 
 
 class Caller:
@@ -50,7 +50,7 @@ class Caller:
         self._numbers = itertools.count(1)
         self.restoring = Restoring(post, self.next_number, REPLACED_SECONDS)
         self._unseen: deque[BaseException] = deque(maxlen=1)
-        # What nothing here refers to any more; the garbage collector, which may come at any moment, puts it there.
+        # Results that nothing here refers to any more; filled by the garbage collector, which may run at any moment.
         self._garbage: deque[tuple[NodeId, int]] = deque()
         self.dropped_names: deque[tuple[NodeId, Name]] = deque()
         self.made: set[Name] = set()  # the objects whose handles this process has
@@ -58,13 +58,13 @@ class Caller:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def make(self, rank: int, args: tuple, kwargs: dict[str, Any], label: str, *, restore: bool) -> Remote:
-        """Make an object on a rank: `args` are where modules lie, sources, its class and what that takes.
+        """Make an object on a rank: `args` are the module path, sources, the class and its arguments.
 
         Args:
-            restore: make it again where its rank dies.
+            restore: make it again if its rank dies.
 
         Raises:
-            OSError: nobody is there; nothing has been sent.
+            OSError: no process listens there; nothing has been sent.
         """
         connection, name = self._post.connection(rank), (self._post.id, self.next_number())
         packet, refs = self.contents.of_call(args, kwargs, label)
@@ -79,7 +79,7 @@ class Caller:
             self.made.discard(name)
             making.close()
             if isinstance(error, PeerLost) and connection.peer is None:
-                # Who was about to die accepted the connection, and read nothing of it.
+                # A process that was about to die has accepted the connection, and read nothing.
                 raise ConnectionRefusedError from None
             raise
         assert connection.peer is not None
@@ -122,7 +122,7 @@ class Caller:
                 self._wait_for_room(connection, owner)
             with uninterrupted(), self._post.lock:
                 number = target[1] if method in ("", RESTORABLE) else self.next_number()
-                where = owner if restorable is None else (owner[0], 0)  # or where the object is made again
+                where = owner if restorable is None else (owner[0], 0)  # 0: in whichever process the object is then
                 ref = Ref(self, where, (self._post.id, number), label)
                 waiting = Waiting(self._settler(ref, restorable), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
@@ -142,16 +142,16 @@ class Caller:
         return ref
 
     def next_number(self) -> int:
-        """A number that nothing else this process sends has."""
+        """A number for a message, used once by this process."""
         return next(self._numbers)
 
     def _settler(self, ref: Ref, restorable: Restorable | None) -> Callable[[Any, BaseException | None], None]:
-        """What makes an answer known; that it is waited for does not keep a Ref alive."""
+        """A `Waiting.settle` for a Ref, which does not keep the Ref alive."""
         future, alive = ref.future, weakref.ref(ref)
 
         def settle(packet: Any, error: BaseException | None) -> None:
             if restorable is not None and (answered := alive()) is not None:
-                answered.owner = restorable.owner  # it is there, and nowhere else
+                answered.owner = restorable.owner  # where it has run
             if error is None:
                 future.set_result(packet)
                 return
@@ -180,7 +180,7 @@ class Caller:
                 )
 
     def cancel(self, ref: Ref) -> bool:
-        """Have a call not begun: whether that was in time."""
+        """Cancel a call that has not begun; whether that was in time."""
         future = new_future()
 
         def settle(packet: Any, error: BaseException | None) -> None:
@@ -190,7 +190,7 @@ class Caller:
         return self.wait(future, None, None)
 
     def check_own(self) -> None:
-        """Raise in a fork of the process whose calls these are: their answers go there."""
+        """Raise an error in a fork of the process that made the calls: their answers go to the parent."""
         self._post.check_own()
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -199,10 +199,10 @@ class Caller:
         """The result of a future.
 
         Args:
-            waits_for: the call that it is of, if nothing else ends the wait.
+            waits_for: (process, call) of the future, if only its result can end the wait.
 
         Raises:
-            what is in the future; TimeoutError; MeshError: the method that waits is waited for.
+            the future's error; TimeoutError; MeshError: the waiting method waits for itself.
         """
         self.check_own()
         if future.done():
@@ -214,7 +214,7 @@ class Caller:
             try:
                 return result_of(future, timeout)
             except FutureTimeout:
-                if future.done():  # it is the call's own
+                if future.done():  # then it is the call's own error
                     raise
                 raise TimeoutError(f"no result within {timeout:g} s") from None
         seconds = PROBE_SECONDS
@@ -241,7 +241,7 @@ class Caller:
                 call.waits_for, call.deadlock = None, ()
 
     def read_result(self, ref: Ref, outcome: wire.Packet | None, timeout: float | None) -> Any:
-        """What a call has given: `outcome`, or where that is None, what the process that ran it has kept."""
+        """A call's result: `outcome`, or if that is None, what the process that ran the call has kept."""
         if outcome is None:
             outcome = self.wait(self.fetch(ref.owner, ref.name, ref.label), timeout, None)
         try:
@@ -250,7 +250,7 @@ class Caller:
             outcome.close()
 
     def fetch(self, owner: NodeId, name: Name, what: str) -> Future:
-        """Ask a process for the result of a call: a future of its packet."""
+        """Ask a process for the result of a call; returns a future of the packet."""
         future = new_future()
         self._ask(owner, lambda number: Fetch(number, owner[1], name), Waiting(settles(future), what))
         return future
@@ -267,7 +267,7 @@ class Caller:
             packet.close()
 
     def _ask(self, owner: NodeId, make: Callable[[int], Any], waiting: Waiting) -> None:
-        """Send something to a process that answers it."""
+        """Send a request to a process, for which `waiting` takes the answer."""
         connection = self._post.alive(owner)
         with self._post.lock:
             if connection is not None and not connection.lost:
@@ -278,7 +278,7 @@ class Caller:
         waiting.settle(None, self._post.lost_error(owner[0], waiting.what))
 
     def raise_unseen(self) -> None:
-        """Raise the error of a call whose result nobody has asked for, and nobody can any more."""
+        """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more."""
         if self._unseen:
             raise self._unseen.popleft()
 
@@ -289,7 +289,7 @@ class Caller:
     # -- what nothing refers to any more -------------------------------------------------------------------------------
 
     def released(self, ref: Ref) -> None:
-        """A Ref is gone."""
+        """Note that a Ref is gone."""
         if self._post.closed is not None or self._post.foreign:
             return
         if not ref.future.seen and ref.done():
@@ -299,13 +299,13 @@ class Caller:
             self._post.wake()
 
     def dropped(self, handle: Remote) -> None:
-        """The handle of an object is gone that this process has made."""
+        """Note that the handle of an object that this process has made is gone."""
         if self._post.closed is None and not self._post.foreign:
             self.dropped_names.append((handle._owner, handle._named))
             self._post.wake()
 
     def _released(self, owner: NodeId) -> tuple[int, ...]:
-        """The results of one rank that are needed no more; the others' stay in line."""
+        """The results of one rank that are no longer needed; those of other ranks stay in the queue."""
         mine = []
         for _ in range(len(self._garbage)):
             where, number = self._garbage.popleft()
@@ -316,7 +316,7 @@ class Caller:
         return tuple(mine)
 
     def tidy(self) -> None:
-        """Tell the others what is not needed any more."""
+        """Tell other processes what is no longer needed."""
         with self._post.lock:
             while self.dropped_names:
                 owner, name = self.dropped_names.popleft()

@@ -1,9 +1,10 @@
-"""Connections between the processes of a mesh that need no main thread: one thread of each process serves all of them.
+"""Connections between the processes of a mesh, independent of the main thread: one thread in each serves all of them.
 
-Each process listens under a name of this mesh's; whoever has something for it connects, once, and the answers come back
-the same way. Invariants: nothing is read from a connection but a greeting of a fixed length until that has proved, with
-the mesh's key and a number used once, that the other end is a process of this mesh; on one host the kernel must say,
-besides, that it is the same user's. And the thread never waits for one peer: what a socket does not take is kept.
+Each process listens under a name that belongs to this mesh; whoever has a message for it connects, once, and answers
+come back over the same connection. Invariants: nothing but a greeting of a fixed length is read from a connection until
+that has proved, with the mesh's key and a number used once, that the other end is a process of this mesh; on one host
+the kernel must also say that it belongs to the same user. And the thread never waits for one peer: what a socket does
+not take is kept.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from .addresses import same_user
 from .protocol import NodeId, encode
 
 _ID = struct.Struct("<qQ")
-_STRANGERS = 32  # connections that may stand before they have greeted
-_PAUSE_SECONDS = 0.1  # in which nobody is let in, when not one more file can be opened
+_STRANGERS = 32  # connections that may be open before their greeting is complete
+_PAUSE_SECONDS = 0.1  # without accepting connections, if no more files can be opened
 
 
 class Connection:
     """One connection, from its greeting on.
 
     Args:
-        outgoing: the rank that was called, None at the end that was.
+        outgoing: the rank that this process has connected to; None at the other end.
 
     Attributes:
-        peer: who is at the other end, once that is proved.
-        pending: number -> what takes the answer to what was sent over it.
-        lost: it has ended, or never stood.
+        peer: the process at the other end, once that is proved.
+        pending: number of a request that was sent over it -> what takes the answer.
+        lost: whether it has ended, or was never established.
     """
 
     def __init__(self, exchange: Exchange, socket_: socket.socket, outgoing: int | None):
@@ -57,7 +58,7 @@ class Connection:
         self._lock = threading.Lock()
         self._sender: Any = wire.Sender(socket_)
         self.receiver: Any = wire.Receiver(socket_)
-        self._early: deque[wire.Packet] = deque()  # until it has greeted
+        self._early: deque[wire.Packet] = deque()  # sent before the greeting was complete
         self.greeted = self.blocked = False
         key, own = exchange.key, _ID.pack(*exchange.id)
         if outgoing is None:
@@ -65,12 +66,12 @@ class Connection:
         else:
             self._greet = opening(key, own, _ID.size, lambda peer: bool(_ID.unpack(peer)[0] == outgoing))
         said, self._wanted = next(self._greet)
-        self._greeting = bytearray()  # what has come of that
+        self._greeting = bytearray()  # the part of the awaited bytes that has come
         if said:
             socket_.send(said)
 
     def send(self, message: Message, packet: wire.Packet | None = None) -> None:
-        """Send a message without waiting for the other end; what cannot be sent any more is dropped."""
+        """Send a message without waiting for the other end; it is dropped if the connection has ended."""
         packet = wire.Packet(b"") if packet is None else packet
         packet = wire.Packet(packet.data, packet.inline, packet.fd, encode(message))
         with uninterrupted(), self._lock:
@@ -91,7 +92,7 @@ class Connection:
             elif self.blocked:
                 self._sender.send(packet)
         except OSError:
-            pass  # that it has ended is noticed where it is read
+            pass  # its end is noticed by reading
 
     def flush(self) -> None:
         with self._lock:
@@ -101,7 +102,7 @@ class Connection:
                 self.blocked = False
 
     def greet(self) -> bool:
-        """Go on with the greeting as far as bytes have come; False if it is none of this mesh's."""
+        """Go on with the greeting, as far as bytes have come; False if the other end is not of this mesh."""
         try:
             while True:
                 if missing := self._wanted - len(self._greeting):
@@ -122,10 +123,10 @@ class Connection:
             return True
 
     def _begin(self, greeted: Greeted) -> None:
-        """The other end is known: send what was given to it before."""
+        """The greeting is complete: send what was held back."""
         rank, unique = _ID.unpack(greeted.peer)
         self.peer = (rank, unique)
-        if self.socket.family != socket.AF_UNIX:  # on a network, every message has a code
+        if self.socket.family != socket.AF_UNIX:  # on a network, every message carries an authentication code
             self._sender = CodedSender(self.socket, greeted.sending)
             self.receiver = CodedReceiver(self.socket, greeted.receiving)
         with self._lock:
@@ -146,7 +147,7 @@ class Connection:
 
 
 class Post(Protocol):
-    """What carries messages, and is told of them by the thread of the connections: this process's node."""
+    """Sends messages, and takes those that the connections' thread receives: this process's node."""
 
     id: NodeId
     lock: threading.RLock
@@ -174,8 +175,8 @@ class Exchange:
     Args:
         key: the mesh's.
         id: this process.
-        listener: is told.
-        listening: listening sockets; none where nobody connects to.
+        listener: takes what is received.
+        listening: listening sockets; none if nobody connects to this process.
         connect: gives a socket that is being connected to a rank.
     """
 
@@ -191,29 +192,29 @@ class Exchange:
         self._sockets = Listening(self._on_wake)
         for one in listening:
             self._sockets.selector.register(one, READ, functools.partial(self._accept, one))
-            # A child that goes on after this process would keep the name, which the next to be this rank needs.
+            # A forked child that outlives this process would keep the name, which a replacement rank needs.
             os.register_at_fork(after_in_child=one.close)
-        # Given up to turn away who comes when this process can open no more files: he must not wait for ever.
+        # Closed to accept and turn away a connection when no more files can be opened, so that it doesn't hang.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) if listening else -1
-        self._fresh: deque[Connection] = deque()  # to be served, or to be flushed
+        self._fresh: deque[Connection] = deque()  # to be watched, or flushed
         self._strangers: deque[Connection] = deque()
         self._all: set[Connection] = set()
         self._closed = False
 
     def wake(self, connection: Connection | None = None) -> None:
-        """Have the thread look at a connection, or call `tidy`."""
+        """Make the thread look at a connection, and call `tidy`."""
         if connection is not None:
             self._fresh.append(connection)
         self._sockets.wake()
 
     def open(self, rank: int) -> Connection:
-        """A connection to a rank, to which messages may be given at once."""
+        """A connection to a rank, over which messages may be sent at once."""
         connection = Connection(self, self._connect(rank), rank)
         self.wake(connection)
         return connection
 
     def serve(self) -> None:
-        """Until `close`; the thread's main function."""
+        """The thread's main function: serves connections until `close`."""
         while not self._closed:
             for heard in self._sockets.select():
                 if self._closed:
@@ -264,7 +265,7 @@ class Exchange:
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._spare = -1
-            time.sleep(_PAUSE_SECONDS)  # another thread was faster
+            time.sleep(_PAUSE_SECONDS)  # another thread has opened a file meanwhile
 
     def _on_connection(self, connection: Connection, events: int) -> None:
         if connection.lost:
@@ -300,12 +301,12 @@ class Exchange:
         self._listener.lost(connection)
 
     def close(self) -> None:
-        """End the thread; what it had open goes with it."""
+        """End the thread, which then closes its connections."""
         self._closed = True
         self.wake()
 
     def give_back(self) -> None:
-        """Close all that was open, once the thread has ended."""
+        """Close everything, once the thread has ended."""
         for connection in (*self._all, *self._fresh):
             connection.close()
         self._sockets.close()

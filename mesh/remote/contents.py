@@ -1,4 +1,4 @@
-"""What programs give to remote calls, and get from them, on its way: pickled with names for what only one side has."""
+"""Arguments and results of remote calls, pickled, with names for what exists on one side only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .answers import refuse_gradients
 from .handle import Remote, handle_of, named
 from .reference import Ref
 
-# What any pickle can take along; a call with nothing else is spared the looking for names and tensors.
+# Types that any pickle can take; a call with nothing else needs no search for names and tensors.
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
@@ -37,7 +37,7 @@ class Contents:
         self._caller, self._describe, self._name_of, self._object_of = caller, describe, name_of, object_of
 
     def of_call(self, args: tuple, kwargs: dict[str, Any], label: str) -> tuple[wire.Packet, tuple[Ref, ...]]:
-        """The content of a call: the settings around it and its arguments; and the Refs that are in it."""
+        """The content of a call (the settings around it, and its arguments), and the Refs that are in it."""
         settings = ambient()
         if settings is None and _PLAIN.issuperset(map(type, args)) and _PLAIN.issuperset(map(type, kwargs.values())):
             return wire.Packet(pickle.dumps((None, args, kwargs), pickle.HIGHEST_PROTOCOL)), ()
@@ -50,10 +50,10 @@ class Contents:
         return self.dumps(result, f"the result of {label}")
 
     def dumps(self, obj: Any, what: str) -> tuple[wire.Packet, tuple[Ref, ...]]:
-        """Pickle something, and say which Refs are in it.
+        """Pickle an object; returns the packet and the Refs in it.
 
         Raises:
-            MeshError: it cannot be sent; `what` says what it is.
+            MeshError: `what` can't be sent.
         """
         refs: list[Ref] = []
         raised: list[BaseException] = []
@@ -84,7 +84,7 @@ class Contents:
             ) from None
 
     def loads(self, packet: wire.Packet, arguments: Callable[[int], Any] | None = None) -> Any:
-        """What another process has pickled; `arguments` gives the results of the Refs in it."""
+        """Read what another process has pickled; `arguments` gives the results of the Refs in it."""
 
         def object_of(name: Any) -> Any:
             if name[0] == "argument":

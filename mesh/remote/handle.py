@@ -1,7 +1,7 @@
 """`Remote`: the handle of an object that lives on a rank; calling its methods makes `Ref`s.
 
-The object lives as long as the handle that `mesh.remote` returned: handles that were given to calls refer to it, and do
-not keep it.
+The object lives as long as the handle that `mesh.remote` returned: handles that were passed to calls refer to it but do
+not keep it alive.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Remote:
     ...     [ref.get() for ref in refs]
     [1, 2, 3]
 
-    Its methods are called as those of the object, and give a `Ref` at once. It may be given to other calls, and to
-    functions that run on ranks, and be captured by them: ranks call it as the driver does. Its object lives as long as
-    the handle that `Mesh.remote` has returned.
+    Its methods are called like those of the object, and return a `Ref` at once. The handle may be passed to other calls
+    and to functions that run on ranks, and be captured by them: ranks call the object as the driver does. The object
+    lives as long as the handle that `Mesh.remote` has returned.
 
     Args:
-        all: the library makes them.
+        all: only the library makes them.
 
     Raises:
         MeshError: what is called cannot be sent; AttributeError: the class has no such method.
@@ -103,7 +103,7 @@ class Method:
 
 
 def methods_of(cls: type) -> frozenset[str]:
-    """The names of what of a class can be called from elsewhere: its public methods, and `__call__`."""
+    """The names of the methods that can be called remotely: public ones, and `__call__`."""
     names = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
     defines_call = any(inspect.isfunction(vars(base).get("__call__")) for base in cls.__mro__)
     return frozenset([*names, *(["__call__"] if defines_call else [])])
@@ -131,7 +131,7 @@ def handle_of(name: tuple, caller: Caller) -> Remote:
 
 
 def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:
-    """The name of a mesh; values that live on it have none in a remote call, whose rank may not have made them yet."""
+    """The mesh's name; None for what is no mesh. Refuses Arrays: a remote call's rank may not have made them yet."""
     if isinstance(obj, Array):
         raise MeshError(
             message(

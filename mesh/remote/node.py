@@ -1,8 +1,8 @@
-"""One process of a mesh as the others see it that have remote objects, or call some: what it sends, and what comes.
+"""A node: one process of a mesh in its part as a caller of remote objects, and as a home of some.
 
-The caller's own thread sends a call; answers, and calls of objects here, come by the one thread of `Exchange`. A call
-runs on its object's own thread. Invariants: each call is answered once, also where a process dies; and results go from
-the process that has them to the one that needs them.
+The caller's own thread sends a call; answers, and calls of objects here, are received by the one thread of `Exchange`.
+A call runs on its object's thread. Invariants: each call is answered once, even if a process dies; and results go
+directly from the process that has them to the one that needs them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Node(Owned):
         key: the mesh's.
         describe: the mesh in a line, for messages.
         name_of, object_of: see `Contents`.
-        elsewhere: where a rank of another host listens; None for one of this host.
-        listening: where others connect to; nowhere in the driver, which has no objects.
-        around: a context in which methods of objects here run, by the settings of their caller.
+        elsewhere: gives the address where a rank on another host listens; None for a rank on this host.
+        listening: sockets to which others connect; none in the driver, which has no objects.
+        around: gives a context for running a method of an object here under the settings of its caller.
 
     Attributes:
         id: this process.
-        caller: what it calls.
-        residents: what of it is called.
+        caller: the calls that it makes.
+        residents: the objects that live here, and calls of them.
         lock: guards all of these.
         closed: why nothing is sent any more, None while it is open.
     """
@@ -67,7 +67,7 @@ class Node(Owned):
         self.lock = threading.RLock()
         self.closed: str | None = None
         self._remedy = ""
-        self._to: dict[int, Connection] = {}  # rank -> where what is for it goes
+        self._to: dict[int, Connection] = {}  # rank -> the connection over which it is called
         self._dead: set[NodeId] = set()
         self._exchange = Exchange(key, self.id, self, listening, connect=lambda to: connected(key, to, elsewhere(to)))
         self._thread: int | None = None
@@ -77,7 +77,7 @@ class Node(Owned):
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Serve connections from now on, on a thread; safe in a signal handler."""
+        """Start a thread that serves connections; safe in a signal handler."""
         if self._thread is None:
             self._thread = -1
             self._thread = _thread.start_new_thread(self._serve, ())
@@ -97,7 +97,7 @@ class Node(Owned):
 
     @property
     def in_use(self) -> bool:
-        """Whether objects live for this process, or calls of it are under way."""
+        """Whether objects that this process has made are alive, or its calls are under way."""
         with self.lock:
             made = len(self.caller.made) > len(self.caller.dropped_names)
             return made or any(connection.pending for connection in self._to.values())
@@ -114,9 +114,9 @@ class Node(Owned):
         """The connection over which calls go to a rank, made if there is none.
 
         Raises:
-            OSError: nobody is there.
+            OSError: no process listens there.
         """
-        self.check_own()  # first: who has the lock may not be in a fork
+        self.check_own()  # first, since in a fork the thread that holds the lock may not exist
         with self.lock:
             self.check_open()
             found = self._to.get(rank)
@@ -126,7 +126,7 @@ class Node(Owned):
             return found
 
     def alive(self, owner: NodeId) -> Connection | None:
-        """The connection to a process; None if it has ended, or nothing is sent any more."""
+        """The connection to a process; None if the process has ended, or this node is closed."""
         if owner in self._dead or self.closed is not None:
             return None
         with contextlib.suppress(OSError):
@@ -134,7 +134,7 @@ class Node(Owned):
         return None
 
     def lost_error(self, rank: int, what: str) -> SpmdError:
-        """Why nothing comes of something: its rank has ended, or nothing is sent any more."""
+        """The error for a request that gets no answer: its rank has ended, or this node is closed."""
         try:
             self.check_open()
         except MeshError as error:
@@ -157,7 +157,7 @@ class Node(Owned):
     # -- what comes ----------------------------------------------------------------------------------------------------
 
     def received(self, connection: Connection, packet: wire.Packet) -> None:
-        """Something has come over a connection."""
+        """Handle a message that has come over a connection."""
         msg: Any = decode(packet.head)
         kind = type(msg)
         if kind is Invoke:
@@ -186,7 +186,7 @@ class Node(Owned):
             waiting.settle(None, CancelledError(f"{waiting.what} was cancelled before it began"))
 
     def lost(self, connection: Connection) -> None:
-        """A process has ended, or has closed its connection."""
+        """Handle the end of a connection: its process has ended, or has closed it."""
         with self.lock:
             if connection.peer is not None:
                 self._dead.add(connection.peer)
@@ -202,7 +202,7 @@ class Node(Owned):
             waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
 
     def close(self, why: str, remedy: str = "make a new Mesh") -> None:
-        """End all calls; nothing is heard or sent any more."""
+        """End all calls; nothing is received or sent any more."""
         if self.closed is not None or self.foreign:
             return
         with self.lock:
@@ -224,6 +224,6 @@ def driver_node(
     object_of: Callable[[Any], Any],
     elsewhere: Callable[[int], tuple[str, int] | None],
 ) -> Node:
-    """The driver's node: it calls, and is not called."""
+    """The driver's node: it makes calls, and has no objects."""
     name_of = functools.partial(plain_name_of, mesh=mesh)
     return Node(DRIVER, key, describe=describe, name_of=name_of, object_of=object_of, elsewhere=elsewhere)

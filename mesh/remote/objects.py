@@ -1,9 +1,9 @@
-"""The objects that live in this process, the calls that wait for them, and what came of the calls.
+"""The objects that live in this process, the calls that wait for them, and the calls' results.
 
-Each object has a thread of its own, so that one that computes for long keeps no other waiting, nor a region that runs
-on the main thread. Invariants: an object does one call at a time; calls of one caller run in the order in which they
-were made, and a call that waits for its arguments lets other callers' go before it; the result of a call is fixed when
-the call ends (what the object does later does not change it), and stays until the caller needs it no more.
+Each object has its own thread, so that a long computation delays neither other objects nor a region on the main thread.
+Invariants: an object does one call at a time; calls of one caller run in the order in which they were made, and a call
+that waits for its arguments lets other callers' calls go first; the result of a call is fixed when the call ends (what
+the object does later does not change it), and is kept until the caller no longer needs it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Call:
 
     Attributes:
         name: of the call.
-        origin: over which it came.
+        origin: the connection over which it arrived.
         invoke, packet: the message.
-        arguments: results of other calls, by their index among `invoke.refs`, as they come.
-        missing: those that have not come yet, by place.
+        arguments: results of other calls that have arrived, by their index in `invoke.refs`.
+        missing: the indices of those that have not arrived yet.
         state: "queued", "running", "done" or "cancelled".
-        waits_for: the call whose result its method waits for without a limit, and the process that has that.
+        waits_for: (process, call) whose result its method waits for without a timeout.
         deadlock: the chain of calls through which it waits for itself, once that is known.
-        answer: what came of it, and its content.
-        asked: who else wants that.
-        wanted: its caller has not said yet that it needs the result no more.
+        answer: the kind of its answer, and the content.
+        asked: who else wants the answer.
+        wanted: whether its caller may still need the result.
     """
 
     name: Name
@@ -61,7 +61,7 @@ class Call:
     wanted: bool = True
 
     def forget(self) -> None:
-        """Give back what its result takes."""
+        """Free its result."""
         if self.answer is not None:
             self.answer[1].close()
         self.packet.close()
@@ -71,14 +71,14 @@ class LiveObject:
     """An object, its thread, and the calls that wait for it.
 
     Args:
-        serial: tells it from others that call from this process.
+        serial: its number among the objects of this process.
         run: does a call, on the object's thread.
 
     Attributes:
         value: the object itself; None until it is made.
-        maker: where what it has become is sent after each call, if it is one that is restored.
-        running: the call that it is at.
-        closing: no more calls will come.
+        maker: where its state is sent after each call, if it is restorable.
+        running: the current call.
+        closing: whether no more calls will come.
     """
 
     def __init__(self, name: Name, label: str, serial: int, run: Callable[[LiveObject, Call], None]):
@@ -92,7 +92,7 @@ class LiveObject:
         self._ready: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    # The node's lock is held in what follows, except on the object's thread.
+    # The node's lock must be held for the following methods, except on the object's thread.
 
     def add(self, call: Call) -> None:
         if self._thread is None:
@@ -108,13 +108,13 @@ class LiveObject:
         return (call.name[0], call.invoke.caller)
 
     def consider(self, call: Call) -> None:
-        """Let a call run, if it is the next of its caller and has its arguments."""
+        """Let a call run if it is its caller's next one and has all its arguments."""
         waiting = self._callers.get(self._caller(call))
         if waiting and waiting[0] is call and not call.missing and call.state == "queued":
             self._ready.put(call)
 
     def left(self, call: Call) -> None:
-        """A call is over, or is not to be begun: its caller's next one may run."""
+        """A call is over, or will not begin: its caller's next one may run."""
         waiting = self._callers[self._caller(call)]
         if waiting[0] is call:
             waiting.popleft()
@@ -142,13 +142,13 @@ class LiveObject:
         return not self._callers
 
     def end(self) -> None:
-        """Let go of the object, and end its thread; what is under way is finished."""
+        """Drop the object, and end its thread after the current call."""
         self.value = None
         if self._thread is not None:
             self._ready.put(None)
 
     def do(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Do what a call asks for."""
+        """Make the object, or call one of its methods."""
         if method == LOAD:
             return self.value.load(*args)
         if method not in ("", RESTORABLE):
@@ -175,7 +175,7 @@ class LiveObject:
     def _serve(self) -> None:
         while (call := self._ready.get()) is not None:
             self._run(self, call)
-            del call  # what it holds must not live until the next one
+            del call  # else what it holds would live until the next call
 
 
 def _made(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What waits for an answer from another process."""
+"""Requests that wait for an answer from another process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LOOK_SECONDS = 0.01
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
-    """What takes the answer to something that was sent.
+    """A request whose answer is awaited.
 
     Attributes:
-        settle: takes a packet (None: it is large, and stays where it is), or an error.
-        what: that is asked for, in words.
+        settle: takes the answer: a packet (None: the result is large, and stays where it is), or an error.
+        what: what is asked for, in words.
         future, name: of a call.
-        refs: its arguments, whose results must stay until it is answered.
+        refs: Refs among its arguments, whose results must be kept until it is answered.
         nbytes: of its arguments.
-        again: it is sent again where its rank dies.
+        again: whether it is sent again if its rank dies.
     """
 
     settle: Callable[[Any, BaseException | None], None]
@@ -40,20 +40,20 @@ class Waiting:
 
 
 def duplicate(packet: wire.Packet) -> wire.Packet:
-    """A packet of its own for who closes it."""
+    """A copy of a packet, which can be closed by itself."""
     fd = packet.fd if packet.fd in (None, wire.LOST) else os.dup(packet.fd)
     return wire.Packet(packet.data, packet.inline, fd)
 
 
 def new_future() -> Future:
-    """A future that only the library ends."""
+    """A future that can't be cancelled."""
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def settles(future: Future) -> Callable[[Any, BaseException | None], None]:
-    """What gives a future its result, or its error."""
+    """A `Waiting.settle` that gives a future its result, or its error."""
 
     def settle(packet: Any, error: BaseException | None) -> None:
         if error is None:
@@ -65,9 +65,9 @@ def settles(future: Future) -> Callable[[Any, BaseException | None], None]:
 
 
 def result_of(future: Future, seconds: float | None) -> Any:
-    """The result of a future; raises what is in it, or `concurrent.futures.TimeoutError` after so many seconds.
+    """The result of a future; raises its error, or `concurrent.futures.TimeoutError` after so many seconds.
 
-    With many looks: a rank that does nothing at all while a call waits for it is killed (`driver.stuck`).
+    It polls, because a rank that does nothing at all while a call waits for it counts as stuck (`driver.stuck`).
     """
     end = None if seconds is None else time.monotonic() + seconds
     while True:

@@ -1,9 +1,9 @@
-"""Finding calls that wait for themselves, by way of any number of objects on any ranks.
+"""Deadlock detection: finding calls that wait for themselves, through any number of objects on any ranks.
 
-A call that has waited for a while sends a probe along what it waits for: a call that has not begun waits for those
-before it in its object and for its arguments, one that runs for what its method waits for without a limit. A probe
-that comes back to where it began has found a circle (the method of Chandy, Misra and Haas, 1983). Invariant: what is
-found is so, and stays so, for all waits on the way end with what they wait for only.
+A call that has waited for a while sends a probe along what it waits for. A call that has not begun waits for the calls
+before it in its object, and for its arguments; a running one for what its method waits for without a timeout. A probe
+that comes back to where it began has found a cycle (the method of Chandy, Misra and Haas, 1983). Invariant: a cycle
+that was found is real and permanent, since none of its waits can end in another way.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .connections import Connection
 from .objects import Call, LiveObject
 from .protocol import Name, NodeId, Probe, WaitsForItself
 
-_HOPS = 100  # of a probe, at most
+_HOPS = 100  # a probe's most
 
 
 class Probes:
-    """The probes that pass through this process; the node's lock is held for all."""
+    """The probes that pass through this process; the node's lock must be held for all methods."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Probes:
         self._own, self._calls, self._objects, self._connection = own, calls, objects, connection
 
     def send(self, owner: NodeId, probe: Probe) -> None:
-        """Send a probe to the process that runs the call that it asks about."""
+        """Send a probe to the process that runs the call it is about."""
         if owner == self._own:
             self.look(probe)
         else:
             self._tell(owner, probe)
 
     def look(self, probe: Probe) -> None:
-        """Send a probe on along all that its call waits for."""
+        """Pass a probe on along everything that its call waits for."""
         call = self._calls.get(probe.call)
         if call is None or call.answer is not None or len(probe.seen) > _HOPS or probe.call in probe.seen[1:]:
             return
@@ -60,7 +60,7 @@ class Probes:
         return [*(call.invoke.refs[index] for index in call.missing), *((self._own, one.name) for one in before)]
 
     def found(self, waiting: Name, chain: tuple[Name, ...]) -> None:
-        """A call of this process waits for itself."""
+        """Note that a call of this process waits for itself."""
         call = self._calls.get(waiting)
         if call is not None and call.waits_for is not None:
             call.deadlock = chain

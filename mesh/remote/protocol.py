@@ -1,8 +1,8 @@
-"""Every message between the processes that call remote objects and those that have them.
+"""Every message between processes that call remote objects and processes where these live.
 
-As in `mesh.protocol`, a message is a frozen dataclass whose head any process can read, and what a program has put in it
-is its content. Invariant: over one connection messages arrive in the order in which they were sent, and each call is
-answered once.
+As in `mesh.protocol`, a message is a frozen dataclass whose head any process can read; the program's data is its
+content. Invariant: over one connection messages arrive in the order in which they were sent, and each call is answered
+once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ...kernels.network.codec import Codec, Message
 NodeId = tuple[int, int]
 """A process of a mesh: its rank (`DRIVER` for the driver), and a random number that no other process has."""
 Name = tuple[NodeId, int]
-"""A call, and with it what comes of it: who has made it, and the caller's number for it. Objects are named by the call
-that has made them."""
+"""The name of a call and of its result: (the process that made the call, its number for it). An object has the name of
+the call that made it."""
 
 DRIVER = -1
-# In the place of a method's name: make an object that is restored, and give it what another one of it has saved.
+# In place of a method's name: make an object that can be restored; load into it what its predecessor has saved.
 RESTORABLE, LOAD = ".restorable", ".load"
 
 
@@ -28,12 +28,12 @@ class Invoke(Message):
 
     Attributes:
         number: of the call.
-        incarnation: the second half of the `NodeId` of the process where the object is; 0 to make one.
+        incarnation: the second half of the `NodeId` of the process where the object lives; 0 to make an object.
         target: the object.
         method: its name; empty: make the object, of a class that is among the arguments.
-        caller: the number of the object whose method calls, 0 for none: calls of one caller run in order.
-        refs: whose results the content refers to, as (the process that has the result, the call).
-        released: of earlier calls over this connection those whose results the caller needs no more.
+        caller: the number of the object whose method makes this call, 0 if none does: calls of one caller run in order.
+        refs: the calls whose results the content refers to, as (the process that has the result, the call).
+        released: earlier calls over this connection whose results the caller no longer needs.
     """
 
     number: int
@@ -47,7 +47,7 @@ class Invoke(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Release(Message):
-    """The caller needs the results of these calls no more, and no call will be made of these objects."""
+    """The caller no longer needs the results of these calls, and will make no more calls of these objects."""
 
     calls: tuple[int, ...]
     objects: tuple[Name, ...]
@@ -58,7 +58,7 @@ class Fetch(Message):
     """Send the result of a call, as soon as it is there.
 
     Attributes:
-        incarnation: as of an `Invoke`; 0 for that of an object that is made again where its process dies.
+        incarnation: as in `Invoke`; 0 for a call of an object that is restored, in whichever process it is now.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Fetch(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """Do not begin this call of the sender's; the result of the request is whether that was in time."""
+    """Do not begin this call of the sender; the result says whether that was in time."""
 
     number: int
     call: int
@@ -76,7 +76,7 @@ class Cancel(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result(Message):
-    """A call is done; the content is its result, unless that is large, and is kept until it is fetched."""
+    """A call is done; the content is its result. A large result is `kept` until it is fetched."""
 
     number: int
     kept: bool
@@ -91,18 +91,18 @@ class Raised(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cancelled(Message):
-    """A call was not begun, for its caller has cancelled it."""
+    """A call was not begun, because its caller has cancelled it."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe(Message):
-    """Find out whether a call that waits does so for itself: passed on along what each call waits for.
+    """Find out whether a call waits for itself; passed on along what each call waits for.
 
     Attributes:
-        waiting: the call that waits, where the probe began.
-        call: what it, or another in the chain, waits for.
+        waiting: the waiting call where the probe began.
+        call: what it, or another call in the chain, waits for.
         seen: the calls that the probe has passed.
     """
 
@@ -121,10 +121,10 @@ class WaitsForItself(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedResult(Message):
-    """To the maker of an object that is restored: it has done this call of the maker's; the content is the result.
+    """To the maker of a restorable object: it has done this call of the maker; the content is the result.
 
     Attributes:
-        failed: the content is an error, as of `Raised`.
+        failed: whether the content is an error, as in `Raised`.
     """
 
     target: Name
@@ -134,7 +134,7 @@ class SavedResult(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedState(Message):
-    """The content is what such an object has become; `Kept` is the answer."""
+    """To the maker: the content is the object's state after the call; answered with `Kept`."""
 
     number: int
     target: Name
@@ -142,7 +142,7 @@ class SavedState(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept(Message):
-    """A `SavedState` has come."""
+    """A `SavedState` has arrived."""
 
     number: int
 

@@ -1,7 +1,7 @@
-"""`Ref`: what will come of a call of a remote object.
+"""`Ref`: the future result of a call of a remote object.
 
 It stands for the result wherever that is. Invariant: the process that runs the call keeps the result for as long as the
-caller has the Ref, or a call under way that it was given to.
+caller has the Ref, or has a call under way that the Ref was passed to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNREAD = object()
 
 
 class Caller(Protocol):
-    """What makes calls, waits for results and reads them: this process's `caller.Caller`."""
+    """Makes calls, waits for results and reads them: this process's `caller.Caller`."""
 
     def invoke(self, handle: Any, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref: ...
     def dropped(self, handle: Any) -> None: ...
@@ -31,9 +31,9 @@ class Caller(Protocol):
 
 
 class Outcome(Future):
-    """How a call ends: its packet, None for one that stays where it is, or an error."""
+    """A call's future: its packet, None if the result stays where it is, or an error."""
 
-    seen = False  # somebody has asked, or is given it, and so an error is not lost
+    seen = False  # somebody has asked for it, or was given it, so that an error is not lost
 
 
 class Ref:
@@ -52,11 +52,11 @@ class Ref:
     ...     first.get(), second.get()
     (11, 22)
 
-    Given to another call (of an object, `mesh.run`, `mesh.submit` or an `@spmd` function) it arrives there as the
-    result, straight from the rank that has it. In a coroutine, `await ref` is its result.
+    Passed to another call (of an object, `mesh.run`, `mesh.submit` or an `@spmd` function), it arrives there as the
+    result, straight from the rank that has it. In a coroutine, `await ref` gives the result.
 
     Args:
-        all: the library makes them.
+        all: only the library makes Refs.
 
     Raises:
         what the call raised, of its own type, with the remote traceback, from `get` and `await`.
@@ -67,21 +67,21 @@ class Ref:
     def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str):
         self._caller, self.owner, self.name, self.label = caller, owner, name, label
         self.future = Outcome()
-        self.future.set_running_or_notify_cancel()  # who stops awaiting it has not stopped the call
+        self.future.set_running_or_notify_cancel()  # so that cancelling an await does not cancel the call
         self._value: Any = _UNREAD
 
     def __del__(self) -> None:
         self._caller.released(self)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result: the same object each time.
+        """Wait for the result; each time it is the same object.
 
         Args:
             timeout: seconds; None: as long as the rank lives.
 
         Raises:
-            what the call raised; PeerLost: the rank died before it was done; TimeoutError: it took longer; MeshError:
-            the call waits for one that waits for this one.
+            what the call raised; PeerLost: the rank died before the call was done; TimeoutError: it took longer than
+            `timeout`; MeshError: calls wait for each other, and this one can never end.
         """
         self.future.seen = True
         if self._value is _UNREAD:
@@ -94,7 +94,7 @@ class Ref:
         return self._value
 
     def done(self) -> bool:
-        """Whether the call is over, well or not."""
+        """Whether the call is over, successfully or not."""
         return self.future.done()
 
     def cancelled(self) -> bool:
@@ -102,11 +102,11 @@ class Ref:
         return self.future.done() and isinstance(self.future.exception(), CancelledError)
 
     def cancel(self) -> bool:
-        """Have the call not begun, if it has not: whether that was in time. `get` then raises CancelledError."""
+        """Cancel the call if it has not begun yet; whether that was in time. `get` then raises CancelledError."""
         return not self.future.done() and self._caller.cancel(self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the call is over: what it raised, None if it went well."""
+        """Wait until the call is over; returns what it raised, None if it succeeded."""
         try:
             self._caller.wait(self.future, timeout, (self.owner, self.name) if timeout is None else None)
         except BaseException:
@@ -116,7 +116,7 @@ class Ref:
         return self.future.exception()
 
     def add_done_callback(self, fn: Callable[[Ref], object]) -> None:
-        """Call `fn(ref)` when the call is over, at once if it is; on another thread, which must not be kept waiting."""
+        """Call `fn(ref)` when the call is over (at once if it is), maybe on another thread, which it must not block."""
         self.future.seen = True
         self.future.add_done_callback(lambda _: fn(self))
 
@@ -124,7 +124,7 @@ class Ref:
         if self._value is _UNREAD:
             self._caller.check_own()
             self.future.seen = True
-            over: Future = Future()  # without the error: asyncio's futures wait for ever where it is a StopIteration
+            over: Future = Future()  # without the error: if that is a StopIteration, asyncio's futures wait for ever
             over.set_running_or_notify_cancel()
             self.future.add_done_callback(lambda _: over.set_result(None))
             yield from asyncio.wrap_future(over).__await__()
@@ -132,7 +132,7 @@ class Ref:
             if isinstance(error, CancelledError):
                 raise asyncio.CancelledError(*error.args)
             if error is None and self.future.result() is None:
-                # It is large and still to be fetched, which must not keep the loop waiting.
+                # The result is large and has to be fetched, which must not block the event loop.
                 yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
         return self.get()
 

@@ -16,7 +16,7 @@ from .reference import Ref
 
 
 def on_ranks(mesh: Any, tree: Any) -> Any:
-    """A tree with values that all ranks have in the place of each Ref; raises what its call has raised."""
+    """The tree with each Ref replaced by values that all ranks have; raises what a Ref's call has raised."""
     return trees.map(lambda leaf: _on_ranks(mesh, leaf) if isinstance(leaf, Ref) else leaf, tree)
 
 

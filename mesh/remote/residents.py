@@ -1,7 +1,7 @@
-"""The remote objects of this process: calls of them come in, run, and are answered; results stay for who needs them.
+"""The remote objects of this process: calls of them arrive, run, and are answered; results are kept while needed.
 
-Invariants: as in `objects`; a result that is asked for before its call has come is given as soon as it is there; and
-nothing here is kept for a process that has ended.
+Invariants: as in `objects`; a result that is asked for before its call has arrived is sent as soon as it is there; and
+nothing is kept for a process that has ended.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from .protocol import (
 )
 from .restoring import Saving
 
-PUSHED = 1 << 16  # bytes of a result that is sent with the answer; larger ones stay until they are fetched
+PUSHED = 1 << 16  # results up to this many bytes are sent with the answer; larger ones are kept until they are fetched
 
-Waiter = Callable[[type, wire.Packet], None]  # takes the kind of the answer (`Result` or what it failed with), and it
+Waiter = Callable[[type, wire.Packet], None]  # takes an answer: its kind (`Result`, or how it failed), and packet
 
 
 class Residents:
     """All objects of this process.
 
     Args:
-        post: carries what is sent.
-        caller: what this process is as one.
-        around: a context for a method, by the settings of its caller.
+        post: carries messages.
+        caller: this process's own calls.
+        around: gives a context for running a method under the settings of its caller.
     """
 
     def __init__(self, post: Post, caller: Caller, around: Callable[[Any], contextlib.AbstractContextManager]):
         self._post, self._caller, self._around, self._lock = post, caller, around, post.lock
         self.objects: dict[Name, LiveObject] = {}
-        self._calls: dict[Name, Call] = {}  # those that came, until their callers need the results no more
-        self._expected: dict[Name, list[Waiter]] = {}  # who asks for the results of calls that are yet to come
-        self._latest: dict[NodeId, int] = {}  # of each caller, the number of its latest call
+        self._calls: dict[Name, Call] = {}  # calls that have arrived, until their callers no longer need the results
+        self._expected: dict[Name, list[Waiter]] = {}  # requests for results of calls that have not arrived yet
+        self._latest: dict[NodeId, int] = {}  # by calling process, the number of its latest call
         self._gone: set[NodeId] = set()
         self._serials = itertools.count(1)
         self._here = threading.local()
@@ -73,7 +73,7 @@ class Residents:
         return getattr(self._here, "call", None)
 
     def current(self) -> int:
-        """Which of this process's callers this thread is: 0 for all that are no objects."""
+        """The serial number of the object whose method this thread runs; 0 if it runs none."""
         return getattr(self._here, "serial", 0)
 
     def _run(self, live: LiveObject, call: Call) -> None:
@@ -107,7 +107,7 @@ class Residents:
         self._finish(live, call, kind, packet)
 
     def _read(self, call: Call) -> tuple[Any, tuple, dict[str, Any]]:
-        if call.invoke.method == LOAD:  # what `save` gave, as it came
+        if call.invoke.method == LOAD:  # the content is just what `save` has returned
             return None, (self._caller.contents.loads(call.packet),), {}
 
         def argument(index: int) -> Any:
@@ -122,7 +122,7 @@ class Residents:
             call.arguments.clear()
 
     def _finish_later(self, live: LiveObject, call: Call, result: Any) -> None:
-        """The result has Refs in it: it is there when theirs are."""
+        """Finish a call whose result contains Refs, once their results are there."""
         kind: type = Result
         try:
             contents = self._caller.contents
@@ -145,7 +145,7 @@ class Residents:
                 live.left(call)
 
     def _settle(self, call: Call, state: str, kind: type, packet: wire.Packet) -> None:
-        """Tell what has come of a call, and in what state that leaves it: its caller, and who else asks for it."""
+        """Set a call's state and answer, and send the answer to its caller and whoever else has asked for it."""
         call.state, call.answer = state, (kind, packet)
         for waiter in call.asked:
             waiter(kind, packet)
@@ -162,7 +162,7 @@ class Residents:
     # -- on the exchange's thread --------------------------------------------------------------------------------------
 
     def take(self, connection: Connection, msg: Invoke, packet: wire.Packet) -> None:
-        """A call of an object of this process has come."""
+        """Take a call of an object of this process that has arrived."""
         assert connection.peer is not None
         name = (connection.peer, msg.number)
         call = Call(name, connection, msg, packet)
@@ -194,13 +194,13 @@ class Residents:
         return live, None
 
     def _gather(self, live: LiveObject, call: Call, index: int, owner: NodeId, wanted: Name) -> None:
-        """Get the result of another call, which is an argument of this one."""
+        """Get the result of another call that is an argument of this one."""
 
         def came(packet: wire.Packet, failed: bool) -> None:
             with self._lock:
                 if call.state != "queued":
                     packet.close()
-                elif failed:  # it cannot begin
+                elif failed:  # then this call cannot begin
                     self._settle(call, "cancelled", Raised, packet)
                     live.left(call)
                 else:
@@ -222,7 +222,7 @@ class Residents:
         self._caller.fetch(owner, wanted, "an argument").add_done_callback(fetched)
 
     def _ask(self, name: Name, waiter: Waiter) -> None:
-        """Give the result of a call to a waiter, now or when it is there."""
+        """Give a waiter the result of a call, now or as soon as it is there."""
         with self._lock:
             call = self._calls.get(name)
             if call is not None and call.answer is not None:
@@ -236,7 +236,7 @@ class Residents:
                 self._expected.setdefault(name, []).append(waiter)
 
     def do(self, connection: Connection, msg: Any) -> None:
-        """Anything else that has come."""
+        """Handle any other message."""
         peer: Any = connection.peer
         if isinstance(msg, Fetch):
 
@@ -298,7 +298,7 @@ class Residents:
             del self.objects[name]
 
     def caller_gone(self, peer: NodeId) -> None:
-        """A process that has called objects here has ended."""
+        """Drop what belongs to a calling process that has ended."""
         with self._lock:
             self._gone.add(peer)
             for call in [call for call in self._calls.values() if call.name[0] == peer]:
@@ -315,7 +315,7 @@ class Residents:
                 self._drop(name)
 
     def deadlock_text(self, call: Call) -> str:
-        """What is wrong with a call that waits for itself, in words."""
+        """The problem with a call that waits for itself, in words."""
         live = self.objects.get(call.invoke.target)
         method = f"{type(live.value).__name__}.{call.invoke.method}" if live is not None else "this method"
         others = len(call.deadlock) - 2

@@ -1,9 +1,9 @@
-"""Objects that are made again where their rank has died: `mesh.remote(..., restore=True)`.
+"""Objects that are made again if their rank has died: `mesh.remote(..., restore=True)`.
 
-After each call such an object says what it has become (`save`), to the process that has made it, and the call is
-answered when that has arrived. So when the rank dies, the object is made again on the rank's replacement, is told what
-it was (`load`), and does the calls that were not answered. Invariant: of the maker's calls each is done once, for the
-last one that was done is known by its number, with its result; one that takes its rank along `ATTEMPTS` times is lost.
+After each call such an object sends its state (`save`) to the process that has made it, and the call is answered when
+the state has arrived. So when the rank dies, the object is made again on the replacement rank, gets its last state
+(`load`), and does the calls that were not answered. Invariant: each of the maker's calls is done once, since the last
+one that was done is known by its number, with its result; a call whose rank has died with it `ATTEMPTS` times is lost.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .pending import Waiting, duplicate
 from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, Raised, Release, SavedResult, SavedState
 
 ATTEMPTS = 3
-PAUSE_SECONDS = 0.02  # between two looks whether a rank has been replaced
+PAUSE_SECONDS = 0.02  # between two tries to reach a rank's replacement
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sent:
-    """A call that has not been answered: its message, and what takes the answer."""
+    """An unanswered call: its message, and what takes the answer."""
 
     invoke: Invoke
     packet: wire.Packet
@@ -39,18 +39,18 @@ class Sent:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Restorable:
-    """What the maker of an object knows, to make it again.
+    """What the maker of an object keeps, to make it again.
 
     Attributes:
-        owner: the process where it is.
+        owner: the process where it lives.
         making: the arguments that it was made with.
         state: what it last saved.
-        last: the number of the maker's call that it has done last, whether that failed, and its result.
-        coming: the same of a call whose state is on its way.
-        sent: the maker's calls that are not answered, by number.
+        last: the maker's call that it has done last: number, whether it failed, and result.
+        coming: the same for a call whose state has not arrived yet.
+        sent: the maker's unanswered calls, by number.
         away: its rank has died, and it is not made again yet.
-        failed: nor is it tried any more: making it failed. The next call tries again.
-        first: the number of the call that it was at when its rank died, and how often in a row.
+        failed: making it again has failed; the next call tries once more.
+        first: the number of the first unanswered call when its rank died, and how often in a row that was this call.
         handle: a weak reference to its handle.
     """
 
@@ -76,12 +76,12 @@ class Restorable:
 
 
 class Restoring:
-    """The objects of this process's that are made again.
+    """The restorable objects that this process has made.
 
     Args:
-        post: carries what is sent.
-        next_number: gives a number that nothing else sent has.
-        seconds: in which a rank that has died is to be replaced.
+        post: carries messages.
+        next_number: gives a number for a message, used once.
+        seconds: how long to wait for a dead rank to be replaced.
     """
 
     def __init__(self, post: Post, next_number: Callable[[], int], seconds: float):
@@ -89,14 +89,14 @@ class Restoring:
         self.objects: dict[Name, Restorable] = {}
 
     def add(self, one: Restorable, connection: Connection) -> None:
-        """An object has been made."""
+        """Add an object that was made."""
         with self._post.lock:
             self.objects[one.name] = one
             if connection.lost:
                 self.rank_lost(one.owner)
 
     def note(self, one: Restorable, sent: Sent, connection: Connection | None) -> Connection | None:
-        """A call is about to be sent, or, where this gives None, will be when the object is made again."""
+        """Note a call; returns the connection for it, or None if it will be sent when the object is made again."""
         number, settle = sent.invoke.number, sent.waiting.settle
         sent.packet, sent.waiting.again = duplicate(sent.packet), True
         one.sent[number] = sent
@@ -115,7 +115,7 @@ class Restoring:
         return None if one.away or connection is None or connection.lost else connection
 
     def take(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:
-        """An object has done a call, and says what came of it, or what it has become."""
+        """Take what an object has sent after a call: the result, or its state."""
         with self._post.lock:
             one = self.objects.get(msg.target)
             if one is None or one.owner != connection.peer:
@@ -134,7 +134,7 @@ class Restoring:
             connection.send(Kept(msg.number))
 
     def forget(self, name: Name) -> None:
-        """The handle of an object is gone."""
+        """Forget an object whose handle is gone."""
         one = self.objects.pop(name, None)
         if one is None:
             return
@@ -142,12 +142,12 @@ class Restoring:
         one.close()
         for call in sent.values():
             call.packet.close()
-            call.waiting.again = False  # as of any other object
+            call.waiting.again = False  # from now on like calls of any other object
             if one.away:
                 call.waiting.settle(None, answers.lost(one.owner[0], one.label, self._post.describe()))
 
     def rank_lost(self, peer: NodeId) -> None:
-        """A process has ended: make again what was there; the node's lock is held."""
+        """A process has ended: make its objects again; the node's lock is held."""
         for one in self.objects.values():
             if one.owner == peer and not one.away:
                 one.away = True
@@ -170,7 +170,7 @@ class Restoring:
         self._fail(one, answers.lost(one.owner[0], one.label, self._post.describe()))
 
     def _fail(self, one: Restorable, error: BaseException) -> None:
-        """Fail the calls of an object that could not be made again, and let the next one try."""
+        """Fail the calls of an object that could not be made again; the next call tries once more."""
         with self._post.lock:
             sent, one.sent, one.failed = one.sent, {}, True
         for call in sent.values():
@@ -178,7 +178,7 @@ class Restoring:
             call.waiting.settle(None, error)
 
     def _made_on(self, connection: Connection, one: Restorable) -> bool:
-        """Make an object again over a connection, and send its calls after it; whether anybody was there."""
+        """Make an object again over a connection, and send its unanswered calls; False if the process has ended."""
         failed = self._invoke(connection, one, Invoke(one.name[1], 0, one.name, RESTORABLE, 0, (), ()), one.making)
         if connection.peer is None or connection.lost:
             return False
@@ -220,7 +220,7 @@ class Restoring:
 
     @staticmethod
     def _hopeless(one: Restorable, unanswered: list[int]) -> set[int]:
-        """The call that is not made again, if there is one: its rank has died with it too often."""
+        """The call that is given up, if there is one, since ranks have died with it too often."""
         number = min(unanswered, default=0)
         one.first = (number, one.first[1] + 1 if number == one.first[0] else 1)
         return {number} if number and one.first[1] >= ATTEMPTS else set()
@@ -228,7 +228,7 @@ class Restoring:
     def _invoke(
         self, connection: Connection, one: Restorable, msg: Invoke, packet: wire.Packet
     ) -> BaseException | None:
-        """Send something that is answered, and wait for that: the error that it gave."""
+        """Send a call, and wait for the answer; returns the error, if it is one."""
         done, errors = threading.Event(), []
 
         def settle(answer: wire.Packet | None, error: BaseException | None) -> None:
@@ -248,7 +248,7 @@ class Restoring:
 
 
 class Saving:
-    """What of this process's objects is on its way to their makers; see `Restoring`."""
+    """States of this process's objects on their way to the makers; see `Restoring`."""
 
     def __init__(self, post: Post, contents: Contents):
         self._post, self._contents = post, contents
@@ -256,7 +256,7 @@ class Saving:
         self._coming: dict[int, threading.Event] = {}
 
     def saved(self, live: LiveObject, call: Call, kind: type, packet: wire.Packet) -> tuple[type, wire.Packet]:
-        """Have the maker of an object keep what it has become, before anybody is told that the call is done."""
+        """Send an object's state to its maker, and wait until it is kept there: only then is the call's answer sent."""
         assert live.maker is not None
         try:
             state, _ = self._contents.of_result(live.value.save(), f"{type(live.value).__name__}.save")
@@ -276,6 +276,6 @@ class Saving:
         return kind, packet
 
     def kept(self, number: int) -> None:
-        """The maker has what was sent under a number."""
+        """Note that the maker has kept the state with this number."""
         if number in self._coming:
             self._coming[number].set()

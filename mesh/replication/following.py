@@ -1,9 +1,9 @@
-"""What the net of `replication` sees: every operation of torch below autograd and its transforms, and its numbers.
+"""How the net of `replication` sees a body: every operation of torch below autograd and its transforms, and numbers.
 
-`follow` runs a body under two of torch's modes. The one for dispatch sees forward, backward, views, in-place and `out=`
-operations alike, under torch.func and checkpointing too, and joins what each result was computed of. The one for
-functions sees Python numbers that tell a rank's place (`VaryingInt`), which are plain numbers further down.
-What leaves torch, `.item()` for one, is lost; comparing values finds that.
+`follow` runs a body under two of torch's modes. The dispatch mode sees forward, backward, views, in-place and `out=`
+operations alike, also under torch.func and checkpointing, and joins the marks of each operation's inputs. The function
+mode sees Python numbers that depend on the rank (`VaryingInt`), which are plain numbers further down. What leaves
+torch, as by `.item()`, is lost; comparing values may find that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..spec import Layout
 from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
 from .statistics import joins_samples
 
-# What these make has an input's shape and nothing of its values.
+# Their results take an input's shape, and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
 _SHAPES_ONLY |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "set_"}
@@ -37,7 +37,7 @@ _PROBABILITIES = ("dropout_p", "dropout", "p")
 
 @contextlib.contextmanager
 def follow(net: Net | None, watched: Watched | None) -> Iterator[None]:
-    """Follow what a `with` block computes, or only refuse what would write to what is watched; one of them is given."""
+    """Follow what a `with` block computes, or only refuse writes to what is watched; one of the two must be given."""
     if net is not None:
         with activate(net), eagerly(), _Operations(net, watched), _Numbers(net):
             yield
@@ -47,7 +47,7 @@ def follow(net: Net | None, watched: Watched | None) -> Iterator[None]:
 
 
 class _Writes(DispatchMode):
-    """Refuses writes to what is watched, where nothing else is followed."""
+    """Refuses writes to what is watched, if nothing is followed."""
 
     def __init__(self, watched: Watched):
         super().__init__()
@@ -95,13 +95,13 @@ class _Join:
         self._name, overload = operation_name(func)
         self._by_index = self._name.startswith(("_foreach_", "_fused_"))
         overwrites = self._name in _OVERWRITES or overload.endswith("out")
-        self.reads: list[tuple[Varying, list[Varying] | None]] = []  # of a list: each on its own as well
+        self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
         self.written: list[Any] = []
-        self.changed: list[Any] = []  # of these what is written to in fact
+        self.changed: list[Any] = []  # those of them that really change
         self._inputs: set[int] = set()
         written = dict(written_by(func, args, kwargs))
         for name, value in written.items():
-            if name == "state_steps":  # counts, of which fused optimizers read nothing but themselves
+            if name == "state_steps":  # counts of steps: fused optimizers compute each from itself only
                 continue
             self.written.append(value)
             if not _only_scales(name, kwargs):
@@ -125,7 +125,7 @@ class _Join:
             self._all = joined([self._all, _of_randomnumbers_in(net)])
 
     def _at(self, index: int, count: int) -> Varying:
-        """What entry `index` of a list of `count` was computed of."""
+        """How entry `index` of a list of `count` results varies."""
         if not self._by_index or self._all is NOWHERE:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
@@ -161,7 +161,7 @@ class _Join:
 
 
 def _only_scales(argument: str, kwargs: dict) -> bool:
-    """Whether an argument is gradients that fused optimizers scale in place, and there is no scale."""
+    """Whether an argument is the gradients that fused optimizers scale in place, and there is no scale."""
     return argument == "grads" and kwargs.get("grad_scale") is None
 
 
@@ -170,13 +170,13 @@ def _key(tensor: Tensor) -> int:
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation takes numbers from the generator that the region has seeded on each rank."""
+    """Whether an operation draws from the generator that the region has seeded on each rank."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(arguments(func)):
         value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         if argument.name == "generator" and value is not None:
-            return False  # the body's own, seeded with who knows what
+            return False  # the body's own, whose seed is not known
         if (argument.name in _PROBABILITIES and value == 0.0) or (argument.name in ("train", "training") and not value):
             return False
     region = current()
@@ -190,7 +190,7 @@ def _of_randomnumbers_in(net: Net) -> Varying:
 
 
 class _Layers:
-    """What torch's layers ask, answered on threads that are within; invariant: torch's own while no thread is."""
+    """Answers `has_torch_function` for threads in a `_Numbers` mode; if none is, torch's own function is in place."""
 
     def __init__(self) -> None:
         self._lock, self._within = threading.Lock(), Counter[int]()
@@ -221,13 +221,14 @@ _layers = _Layers()
 
 
 class _Conditions(TorchFunctionMode):
-    """Chooses between the functions given to `torch.cond` as `if` does.
+    """Chooses between the functions given to `torch.cond` as an `if` does.
 
-    In eager mode torch has no gradient by what they capture, without a word; nor by what they return, but for tuples.
+    In eager mode torch's `cond` silently has no gradient for tensors that the functions capture, and a gradient for
+    results only if they are tuples.
 
-    Torch's layers that ask if a function is overridden compute in another way where one is, with zeros in other places
-    (`nn.TransformerEncoder` to evaluate, at padding). This mode lets every other function be, so they are told what is
-    so without it.
+    Some of torch's layers ask whether a function is overridden, and then compute in another way, with zeros in other
+    places (`nn.TransformerEncoder` in evaluation, at padding). This mode changes no other function, so they get the
+    answer that they would get without it.
     """
 
     def __enter__(self) -> Any:
@@ -247,7 +248,7 @@ class _Conditions(TorchFunctionMode):
 
 
 class _Numbers(_Conditions):
-    """Joins into what torch makes of a rank's number, or by a condition, what that differs along."""
+    """Also marks what torch computes from a number, or chooses by a condition, that depends on the rank."""
 
     def __init__(self, net: Net):
         super().__init__()
@@ -278,7 +279,7 @@ class _Numbers(_Conditions):
 
 
 class FollowedCommunicator:
-    """A communicator whose messages are followed: what comes differs along its axes, unless all get the same."""
+    """A communicator whose messages are followed: what arrives differs along its axes, unless all get the same."""
 
     def __init__(self, net: Net, comm: Any, axes: tuple[str, ...]):
         self._net, self._comm, self._axes = net, comm, axes

@@ -1,10 +1,10 @@
-"""Along which axes of the mesh tensors differ: what the library knows of single tensors, and the net that follows all.
+"""Along which axes of the mesh tensors differ: marks on single tensors, and the net that follows all of them.
 
-A mark is a fact: this tensor differs along these axes, and along no others. It decides over which axes a gradient is
-summed, in every call. The net (`Net`) joins marks through everything that a body computes; it is there on a call whose
-replicas are compared, and finds a forgotten `psum` even where the values agree by chance. Example: the batch is marked
-{"data"}; `loss = (w * x).sum()` has joined it from `x`, and `psum(loss, "data")` has cleared it.
-Invariant: without a net nothing is followed, and a mark costs an attribute.
+A mark is a fact: this tensor differs along these axes, and along no others. It decides, in every call, over which axes
+a gradient is summed. The net (`Net`) joins marks through everything that a body computes; it is used in calls with
+`Check.TYPES`, and finds a forgotten `psum` even if the values agree by chance. Example: the batch is marked {"data"};
+`loss = (w * x).sum()` gets that from `x`, and `psum(loss, "data")` clears it.
+Invariant: without a net nothing is followed, and a mark costs one attribute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mark(tensor: Any, axes: frozenset[str], origin: str = "") -> Any:
 
 
 def marked(tensor: Any) -> frozenset[str] | None:
-    """The axes that a tensor was marked with, or the one that it is a view of; None if nothing is known."""
+    """The axes that a tensor, or its base if it is a view, was marked with; None if nothing is known."""
     axes = getattr(tensor, "_spmd_axes", None)
     if axes is None:
         axes = getattr(base(tensor), "_spmd_axes", None)
@@ -48,7 +48,7 @@ def differs_over(tensor: Any) -> frozenset[str] | None:
 
 
 def mark_all(tensors: Sequence[Any], axes: Sequence[frozenset[str] | None]) -> None:
-    """`mark` each with its axes, but for those of which nothing is known."""
+    """`mark` each tensor with its axes, except where these are None."""
     if active() is not None:
         for tensor, own in zip(tensors, axes, strict=True):
             if own is not None:
@@ -84,9 +84,9 @@ class Varying(NamedTuple):
     """How a tensor may differ between ranks.
 
     Attributes:
-        origins: by axis, what made it so first: `argument batch['x']`.
+        origins: axis -> the first cause: `argument batch['x']`.
         line: where the user's program last computed with it: `train.py:12`.
-        statistic: what of it was computed of all of this rank's samples together: `mean at train.py:12`.
+        statistic: the operation that computed it from all of this rank's samples, if any: `mean at train.py:12`.
     """
 
     origins: dict[str, str]
@@ -107,7 +107,7 @@ NOWHERE = Varying({})
 
 
 def joined(parts: Iterable[Varying]) -> Varying:
-    """What was computed of several: varies along each axis that one of them varies along."""
+    """How something computed from several parts varies: along each axis that one of them varies along."""
     origins: dict[str, str] = {}
     statistic = ""
     for part in parts:
@@ -119,21 +119,21 @@ def joined(parts: Iterable[Varying]) -> Varying:
 class Net:
     """The axes along which each tensor of one region may differ.
 
-    Most is known by storage, which views, detached tensors and what autograd saves have in common. A view of which more
-    or less is known than of the rest of its storage (one rank's rows of a whole tensor, a leaf of a bucket) has that
-    noted on itself, until it is changed in place.
+    Most is noted by storage, which views, detached tensors and what autograd saves share. If a view differs in another
+    way than the rest of its storage (one rank's rows of a whole tensor, a leaf of a bucket), that is noted on the view
+    itself, and holds until it is changed in place.
 
     Args:
-        sizes: of the mesh's axes; along one of size 1 nothing differs.
+        sizes: of the mesh's axes; along an axis of size 1 nothing differs.
     """
 
     def __init__(self, sizes: dict[str, int]):
         self.axes = frozenset(name for name, size in sizes.items() if size > 1)
         self.samples = 0
-        """How many this rank has of a batch that is split."""
+        """How many samples of a split batch this rank has."""
         self.asked = False
-        """Whether the body has asked for its place in the mesh, and so may do other things elsewhere."""
-        self._storages: dict[int, tuple[Any, Varying]] = {}  # which keep addresses from being used again
+        """Whether the body has asked for its place in the mesh, and so may do other things on other ranks."""
+        self._storages: dict[int, tuple[Any, Varying]] = {}  # the first entry keeps the address from being reused
         self._paused = 0
 
     def of(self, tensor: Any) -> Varying:
@@ -145,7 +145,7 @@ class Net:
         return NOWHERE if found is None else found[1]
 
     def override(self, tensor: Tensor, axes: frozenset[str], origin: str) -> None:
-        """Note exactly how a tensor differs, whatever is known of others in the same memory."""
+        """Note exactly how a tensor differs, whatever is known of other tensors in the same memory."""
         before = self.of(tensor).origins
         origins = {name: origin or before.get(name, "") for name in axes & self.axes}
         self.note(tensor, Varying(origins, user_line() if origins else ""))
@@ -154,10 +154,10 @@ class Net:
         tensor._spmd_varying = (self, version(tensor), varying)
 
     def enter(self, tensors: Sequence[tuple[Tensor, Varying]]) -> None:
-        """Note how tensors that nothing has followed yet differ.
+        """Note how tensors that were not followed so far differ.
 
-        By memory where all in it differ alike, for torch takes views of them within its operations, which are other
-        objects.
+        This is noted by storage, too, if all tensors in it differ alike, since torch makes views of them, which are
+        other objects, within its operations.
         """
         kinds: dict[int, set[frozenset[str]]] = {}
         for tensor, varying in tensors:
@@ -176,13 +176,13 @@ class Net:
         return getattr(tensor, "_spmd_averaged", frozenset())
 
     def view(self, tensor: Tensor, varying: Varying) -> None:
-        """Note how a tensor in the memory of another differs."""
+        """Note how a tensor differs that shares another's memory."""
         before = self.of(tensor)
         if before.origins != varying.origins or before.statistic != varying.statistic:
             self.note(tensor, varying)
 
     def made(self, tensor: Tensor, varying: Varying) -> None:
-        """Note how a tensor in memory of its own, or all of which was overwritten, differs."""
+        """Note how a tensor differs that has new memory, or was overwritten as a whole."""
         key = storage(tensor)
         if not key:
             self.note(tensor, varying)
@@ -192,19 +192,19 @@ class Net:
             self._storages.pop(key, None)
 
     def written(self, tensor: Tensor, varying: Varying) -> None:
-        """Note what was written to a part of a tensor's memory."""
+        """Note that something was written to a part of a tensor's memory."""
         whole = joined([self.of(tensor), varying])
         found = self._storages.get(storage(tensor))
         self.made(tensor, whole if found is None else joined([found[1], whole]))
 
     def result(self, tensor: Tensor, varying: Varying) -> None:
-        """Note exactly how a result of the library's own, which was made unfollowed, differs."""
+        """Note exactly how a result of the library differs that was computed while the net was paused."""
         self.note(tensor, varying)
         if 2 * tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             self.made(tensor, varying)
 
     def uncovered(self, tensor: Tensor, axes: frozenset[str]) -> tuple[tuple[str, ...], str] | None:
-        """Along which axes but these a result may differ, and why; None if along none."""
+        """Along which other axes than these a result may differ, and why; None if along none."""
         found = self.of(tensor).without(axes)
         if not found.origins:
             return None
@@ -217,7 +217,7 @@ class Net:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Follow nothing for the length of a block: the library's own work, whose results it notes itself."""
+        """Follow nothing in a block: it is the library's own work, whose results the library notes itself."""
         self._paused += 1
         try:
             yield
@@ -226,7 +226,7 @@ class Net:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Of the whole of a tensor's storage; 0 if it has none."""
+    """The bytes of a tensor's whole storage; 0 if it has none."""
     return tensor.untyped_storage().nbytes() if storage(tensor) else 0
 
 
@@ -262,12 +262,12 @@ def unfollowed() -> contextlib.AbstractContextManager[None]:
 NOTHING = contextlib.nullcontext()
 
 
-# -- numbers that tell a rank's place ----------------------------------------------------------------------------------
-# `axis_index` gives one where a body is followed, and arithmetic with it others; to all else they are their values.
+# -- numbers that depend on the rank -----------------------------------------------------------------------------------
+# `axis_index` gives one where a body is followed, and so does arithmetic with it; for all else they are plain numbers.
 
 
 class VaryingInt(int):
-    """An integer that says along which axes it differs between ranks; to all else it is its value."""
+    """An integer that says along which axes it differs between ranks; for all else it is a plain integer."""
 
     varying: Varying
 
@@ -285,7 +285,7 @@ class VaryingFloat(float):
 
 
 def varying_number(value: int, axes: Iterable[str], origin: str) -> int:
-    """A rank's own number, followed if anything is."""
+    """A number that differs between ranks; if a net is active, it is followed."""
     net = active()
     if net is None:
         return value
@@ -297,7 +297,7 @@ def varying_number(value: int, axes: Iterable[str], origin: str) -> int:
 
 
 def plain_number(value: Any) -> Any:
-    """A number that is followed no longer."""
+    """A number without what the net knows of it."""
     return int(value) if type(value) is VaryingInt else float(value) if type(value) is VaryingFloat else value
 
 

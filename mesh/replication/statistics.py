@@ -1,7 +1,7 @@
-"""Which operations compute something of all samples together: a mean, a deviation, the largest, the sum.
+"""Which operations compute a statistic of all samples together: a mean, a deviation, the maximum, the sum.
 
-What a step computes so of its rank's samples, and gives to the function that it differentiates, is not that of the
-whole batch. Invariant: what has a row for each sample, each computed of that sample alone, is none.
+If a step computes one from its rank's samples, and passes it to the function that it differentiates, it is not the
+statistic of the whole batch. Invariant: a result with a row for each sample, computed from that sample alone, is none.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ...kernels.torch_private import arguments, operation_name
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
 _REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
-_ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # one dimension, which they keep
+_ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # along one dimension, which they keep
 
 
 def joins_samples(
     func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, *, all_differ: bool
 ) -> bool:
-    """Whether result `index` of an operation is computed of so many samples, the rows of its input, together.
+    """Whether result `index` of an operation is computed from all `samples` samples, the rows of its input, together.
 
-    Sorted and summed up values are, so that quantiles and returns are; the order in which they come, and where samples
-    begin in a packed tensor, are none. Nested tensors, which have no shape, are not judged.
+    Sorted values and cumulative sums count (as in quantiles and returns); the indices of a sort, and where samples
+    begin in a packed tensor, do not. Nested tensors, which have no shape, never count.
 
     Args:
-        all_differ: whether all inputs do between ranks, so that none of them is a weight.
+        all_differ: whether all inputs differ between ranks, so that none of them is a weight.
     """
     name, _ = operation_name(func)
     given = args[0] if args else None

@@ -1,8 +1,8 @@
-"""The net by value: what a rank tells of tensors that should be the same on other ranks, so that they are compared.
+"""Comparing by value: what a rank sends of tensors that should be the same on other ranks, their *prints*.
 
-The program's numbers travel whole, a few bytes with every answer; of larger tensors a hash, on calls 1, 2, 4, 8 and so
-on of a signature. Invariant: equal prints mean equal bytes; the sums in them are for messages only, since processors
-may add in other orders.
+Single numbers are sent whole, a few bytes with every answer; of larger tensors a hash is sent, on calls 1, 2, 4, 8 and
+so on of a signature. Invariant: equal prints mean equal bytes; the sums in them are for messages only, since processors
+may add in different orders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..spec import P
 
 HASH_BYTES = 16
 _PRINT = struct.Struct(f"{HASH_BYTES}sd")  # of a tensor with several elements: a hash, and the sum
-_PART = 1 << 16  # elements that are added up at once
-_FOLD = 512  # words that are added up to one, in tensors that are large enough
+_PART = 1 << 16  # elements that are summed at once
+_FOLD = 512  # words that are summed to one before hashing, in large tensors
 
 
 class Check(enum.IntEnum):
-    """How much of a call is looked at; each looks at all that those before it do."""
+    """How much of a call is checked; each level includes those before it."""
 
     NOTHING = 0
     SCALARS = 1
@@ -39,27 +39,27 @@ class Check(enum.IntEnum):
 
 
 def check_of(check: str, call: int, ranks: int, *, first: bool) -> Check:
-    """What is looked at in a call.
+    """What is checked in a call.
 
     >>> [check_of("first", call, 2, first=call == 1).name for call in (1, 2, 3, 4)]
     ['TYPES', 'VALUES', 'SCALARS', 'VALUES']
 
     Args:
         check: as given to `spmd`.
-        call: its number among those of its signature, from 1 on.
-        first: none of them has ended well.
+        call: its number among the calls of its signature, from 1 on.
+        first: whether none of them has succeeded yet.
     """
     if check == "never":
         return Check.NOTHING
     if first:
         return Check.TYPES
     if ranks == 1:
-        return Check.SCALARS  # nothing to compare; the numbers come along all the same
+        return Check.SCALARS  # nothing to compare, but the numbers are sent all the same
     return Check.VALUES if check == "always" or call & (call - 1) == 0 else Check.SCALARS
 
 
 class Leaf(Protocol):
-    """What is known of a leaf on both sides."""
+    """What both sides know of a leaf."""
 
     @property
     def spec(self) -> P | None: ...
@@ -70,7 +70,7 @@ class Leaf(Protocol):
 
 
 def scalars_among(leaves: Sequence[Leaf]) -> list[int]:
-    """Which leaves are numbers that all ranks should have the same."""
+    """The indices of leaves that are single numbers and should be the same on all ranks."""
     return [index for index, leaf in enumerate(leaves) if _is_scalar(leaf)]
 
 
@@ -79,7 +79,7 @@ def _is_scalar(leaf: Leaf) -> bool:
 
 
 def prints_of_scalars(tensors: Sequence[Any], scalars: Sequence[int]) -> bytes:
-    """The bytes of these tensors; nothing if one is on a GPU, which would have to end all that it does first."""
+    """The bytes of these tensors; empty if one is on a GPU, since reading it would wait for all work there."""
     found = [tensors[index] for index in scalars]
     if any(number.is_cuda for number in found):
         return b""
@@ -87,7 +87,7 @@ def prints_of_scalars(tensors: Sequence[Any], scalars: Sequence[int]) -> bytes:
 
 
 def prints_of_all(tensors: Sequence[Any], leaves: Sequence[Leaf], axes: int) -> bytes:
-    """What is to be compared of every tensor that is not cut along all of a mesh's so many axes."""
+    """The prints of all tensors, except those that are cut along all of the mesh's `axes` axes."""
     return b"".join(
         tensor_print(tensor) for tensor, leaf in zip(tensors, leaves, strict=True) if _is_compared(leaf, axes)
     )
@@ -98,7 +98,7 @@ def _is_compared(leaf: Leaf, axes: int) -> bool:
 
 
 def tensor_print(tensor: Tensor) -> bytes:
-    """What is to be compared of a tensor."""
+    """What ranks compare of a tensor: the bytes of a single number, else a hash and the sum."""
     if is_fake(tensor):
         return b""
     if tensor.numel() == 1:
@@ -109,13 +109,13 @@ def tensor_print(tensor: Tensor) -> bytes:
 
 
 def _sum(numbers: Tensor) -> float:
-    """In parts on a CPU, where torch first makes a tensor of the wider dtype that is as long."""
+    """The sum in float64; on a CPU in parts, since torch makes a float64 copy first."""
     parts = [numbers] if numbers.is_cuda else numbers.reshape(-1).split(_PART)
     return sum(part.sum(dtype=torch.float64).item() for part in parts)
 
 
 def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> list[bytes | None]:
-    """What was told of each leaf; None of those that were not looked at."""
+    """The print of each leaf, cut out of all; None for leaves that were not checked."""
     found: list[bytes | None] = []
     at = 0
     for leaf in leaves:
@@ -130,9 +130,9 @@ def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> lis
 
 
 def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | None:
-    """A leaf out of the numbers that a call in which only these are looked at told; None if it is not among them."""
+    """A leaf's value from the prints of a call with `Check.SCALARS`; None if it is not among them."""
     offsets = _offsets(leaves)
-    if index not in offsets or offsets[-1] != len(prints):  # those on GPUs are not told
+    if index not in offsets or offsets[-1] != len(prints):  # numbers on GPUs are not sent
         return None
     leaf, start = leaves[index], offsets[index]
     assert leaf.dtype is not None
@@ -142,7 +142,7 @@ def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | N
 
 @functools.lru_cache(maxsize=256)
 def _offsets(leaves: tuple[Leaf, ...]) -> dict[int, int]:
-    """Where each of the numbers among these leaves begins in what is told of them; under -1 how long that is."""
+    """Where each number among these leaves begins in the prints; under -1 the length of the prints."""
     found, at = {}, 0
     for index in scalars_among(leaves):
         dtype = leaves[index].dtype
@@ -153,7 +153,7 @@ def _offsets(leaves: tuple[Leaf, ...]) -> dict[int, int]:
 
 
 def same_bytes(a: bytes | None, b: bytes | None, shape: Sequence[int]) -> bool:
-    """Whether two ranks told the same of tensors of one shape."""
+    """Whether two ranks' prints of tensors of one shape agree."""
     if a is None or b is None or a == b:
         return True
     return not all(size == 1 for size in shape) and a[:HASH_BYTES] == b[:HASH_BYTES]
@@ -191,7 +191,7 @@ def digest(tensor: Tensor) -> bytes:
 
 def _hash(state: Any, data: Tensor) -> None:
     if data.numel() >= 64 * _FOLD and data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0:
-        # Row by row and column by column: a tenth of the time that hashing all of it takes.
+        # Hash the sums of rows and of columns, in a tenth of the time of hashing everything.
         words = data[: data.numel() // (8 * _FOLD) * (8 * _FOLD)].view(torch.int64).view(-1, _FOLD)
         state.update(words.sum(0).numpy().data)
         state.update(words.sum(1).numpy().data)

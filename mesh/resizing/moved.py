@@ -1,9 +1,9 @@
-"""What becomes of a mesh's values when it gets another size: each is told to the new ranks, as they are to have it.
+"""How a mesh's values get to the new ranks when it is resized.
 
-On one host they are told where the shards lie of what is cut (`pieces`), and what all have whole is laid once where
-all see it. Over several hosts they fetch their shards (`shares`) before the mesh has them, so that whoever dies
-meanwhile, it is as it was. Invariant: no rank that is about to leave takes part, so that it does not matter which of
-them still live.
+On one host, the new ranks are told where the shards of sharded values lie (`pieces`), and replicated values are put
+once where all see them. Over several hosts, the new ranks fetch their shards (`shares`) before the switch, so that the
+mesh is as it was if something dies meanwhile. Invariant: no old rank takes part, so that it does not matter which of
+them are still alive.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .newcomers import Died, Newcomers
 from .pieces import Piece, Pieces, Source
 from .shares import Share, Shares
 
-_SLOWEST = 10 << 20  # bytes a second that a rank fetches; more than that late, and it counts as silent
+_SLOWEST = 10 << 20  # bytes a second: beyond the timeout, ranks get as long to fetch values as this rate takes
 
 
 class Moved:
-    """All values of a mesh, for one of another layout; they lie in the arena of its ranks, as long as this is held."""
+    """All values of a mesh on one host, for another layout; they lie in the old ranks' arena while this is alive."""
 
     def __init__(self, driver: DriverSession, arena: Any, layout: Layout):
         before = driver.layout
@@ -61,7 +61,7 @@ class Moved:
             self._calls.append((values, wholes, specs))
 
     def put(self, driver: DriverSession) -> list[Task]:
-        """Send them to the ranks that there are now."""
+        """Send them to the new ranks, which are the mesh's now."""
         tasks = []
         for values, wholes, specs in self._calls:
             values.was_cut(specs)
@@ -74,7 +74,7 @@ def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tu
     make, content = put_message(driver, values, wholes, specs)
     packet = content()
     again = Again("put", make, packet, None, (), ())
-    # Who waits for it is told what fails.
+    # Whoever waits for it gets its error.
     task = Task(next(driver.numbers), tuple(range(driver.layout.size)), again=again, reported=True)
     driver.pending.tasks[task.number] = task
     driver.tell(make(task.number, 0, (), ()), packet)
@@ -82,26 +82,26 @@ def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tu
 
 
 def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Source, arena: Any) -> Pieces:
-    """What is cut, for ranks that read it from the arena."""
+    """A sharded value, for ranks that read it from the arena."""
     pieces = []
     for rank in before.owners(about.spec):
         shard = shards[rank]
         begin = [part.start for part in before.slices(about.shape, about.spec, rank)]
         begin += [0] * (len(about.shape) - len(begin))
-        # Small ones were copied from the ledger.
+        # Small ones were copied out of the ledger.
         data = shard.data_ptr() - arena.address if arena.is_leased(shard) else shard
         pieces.append(Piece(tuple(begin), tuple(shard.shape), tuple(shard.stride()), data))
     return Pieces(source, tuple(about.shape), frozen_as(shards[0], shards[0].new_empty(0)), tuple(pieces))
 
 
 def spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
-    """How a value is cut on a mesh of other sizes: as it was, or not at all where these do not divide it."""
+    """A value's spec on a mesh of other sizes: the same, or `P()` if these do not divide its dimensions."""
     for dim in range(len(about.spec.entries)):
         axes = about.spec.dim_axes(dim)
         if before.parts(axes) == after.parts(axes) and all(before.axes[name] == after.axes[name] for name in axes):
             continue
         if len([name for name in axes if before.axes[name] > 1 or after.axes[name] > 1]) > 1:
-            # Parts of a sharded optimizer's state lie in the order of the ranks that they were made on.
+            # The parts of a sharded optimizer state are in the order of the old ranks.
             raise MeshError(
                 message(
                     "the mesh cannot be resized: a value is cut over several axes in one dimension",
@@ -116,7 +116,7 @@ def spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
 
 
 def bytes_to_move(driver: DriverSession, layout: Layout) -> tuple[int, int]:
-    """Of the values that there are, about: what all ranks of another layout will have, and what each for itself."""
+    """About how many bytes of values all ranks of another layout will share, and how many each will have for itself."""
     shared = own = 0
     driver.values.sort()
     for values in driver.values.of_calls(read=False):
@@ -130,12 +130,12 @@ def bytes_to_move(driver: DriverSession, layout: Layout) -> tuple[int, int]:
 
 
 class MovedBetweenHosts:
-    """All values of a mesh, for newcomers of another layout, which have them once this is made.
+    """All values of a mesh over several hosts, for newcomers of another layout, which have them once this is made.
 
-    It is made with the lock, while no rank has anything to do.
+    It is made while the lock is held and no rank has anything to do.
 
     Raises:
-        Died: a newcomer has died, or a host. MeshError: a value can't be moved.
+        Died: a newcomer or a host has died. MeshError: a value can't be moved.
     """
 
     def __init__(self, driver: DriverSession, newcomers: Newcomers):
@@ -163,7 +163,7 @@ class MovedBetweenHosts:
             newcomers.copy(driver.uncopied.copy_to(new, driver.values), driver.timeout + own / _SLOWEST)
 
     def put(self, driver: DriverSession) -> list[Task]:
-        """Know them on the ranks that there are now: none has to be waited for."""
+        """Note that the values are on the new ranks; there is no task to wait for."""
         driver.uncopied.close()
         for values, shares, specs in self._calls:
             values.was_cut({index: spec for index, spec in enumerate(specs) if shares[index] is not None})
@@ -173,7 +173,7 @@ class MovedBetweenHosts:
 
 
 def _shares(before: Layout, values: CallValues) -> tuple[Share | None, ...]:
-    """The values of a call, without those that are needed no more, and those that nobody has."""
+    """The values of a call; None for those that are no longer needed, or that no rank has."""
     found: list[Share | None] = []
     for index, about in enumerate(values.settle()):
         missing = frozenset(values.missing.get(index, ()))
@@ -187,7 +187,7 @@ def _shares(before: Layout, values: CallValues) -> tuple[Share | None, ...]:
 def _specs(
     driver: DriverSession, layout: Layout, values: CallValues, shares: tuple[Share | None, ...]
 ) -> tuple[P, ...]:
-    """How the new ranks are to have them."""
+    """Their specs on the new ranks."""
     return tuple(
         REPLICATED if share is None else spec_on(driver.layout, layout, about, driver.describe())
         for about, share in zip(values.settle(), shares, strict=True)

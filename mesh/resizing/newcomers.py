@@ -1,7 +1,7 @@
-"""The ranks of a mesh of another size, which get ready while those that there are go on with the program.
+"""Newcomers: the ranks of a mesh's new size, which get ready while the old ranks go on with the program.
 
-They start, import what the program's functions need, and are sent what the others were. Invariant: until they are
-taken (`resizing`) nothing of the mesh that there is refers to them, so that giving them up changes nothing.
+They start, import what the program's functions need, and are sent what the old ranks were sent. Invariant: until the
+switch (`resize`) nothing in the mesh refers to them, so that giving them up changes nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
 from ..spec import Layout
 
-TRIES = 3  # newcomers that die are started again
-_CHUNK_BYTES = 64 << 20  # made ready between two such looks
-_LOOK_SECONDS = 0.1  # between two looks at whether they are wanted any more
+TRIES = 3  # how often newcomers that die are started
+_CHUNK_BYTES = 64 << 20  # of memory that is populated between two such checks
+_LOOK_SECONDS = 0.1  # between two checks whether they are still wanted
 
 
 class Died(Exception):
-    """A newcomer has ended, or one that it takes values over from."""
+    """A newcomer has died, or a process from which it takes over values."""
 
 
 class Newcomers:
@@ -38,12 +38,12 @@ class Newcomers:
     Args:
         layout: of their mesh.
         threads: of each.
-        shared, own: bytes of values that they are about to take over: those of all, and those of each.
-        host_list: the hosts that they are to be on, if there are several.
+        shared, own: bytes of values that they will take over: those that all share, and each one's own.
+        host_list: the hosts that they will be on, if there are several.
 
     Attributes:
-        ranks: they, once `prepare` has come back.
-        known: the keys of what they were sent, and have read.
+        ranks: the ranks, once `prepare` has returned.
+        known: the keys of shipped objects that they were sent and could read.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Newcomers:
     ):
         self.layout, self._host_list = layout, host_list
         self._session, self._options = session, session.options | {"threads": threads}
-        # Their first step is taken to make as much as there is, in memory that they share and in their own, and the
-        # gradients of what all have. What other hosts have is not known here.
+        # Their first step is assumed to make new values of the same size, shared and own, and gradients of the shared
+        # ones. The memory of other hosts is not known here.
         memory = protocol.Populate(*map(Heap.rounded, (own, own + shared, shared)))
         needed = shared + memory.results + layout.size * (memory.values + 2 * memory.step)
         fits = host_list is None and 2 * needed < available_bytes()
@@ -62,7 +62,7 @@ class Newcomers:
         self._cancelled = threading.Event()
 
     def prepare(self) -> None:
-        """Start them, and wait until they could begin.
+        """Start them, and wait until they are ready.
 
         Raises:
             MeshError: they cannot be started, or die before they are ready.
@@ -91,7 +91,7 @@ class Newcomers:
         return HostRanks(self._host_list, self.layout, options, lambda rank: None, None, old.secret, self._check_wanted)
 
     def cancel(self) -> None:
-        """Have `prepare` end soon."""
+        """Make `prepare` end soon."""
         self._cancelled.set()
 
     def give_up(self) -> None:
@@ -101,7 +101,7 @@ class Newcomers:
         self.show_printed()
 
     def _populate(self) -> None:
-        """Have memory at hand for what all of them will show."""
+        """Populate the memory for values that they will share."""
         for at in range(0, self._shared_bytes, _CHUNK_BYTES):
             self._check_wanted()
             assert self.ranks.arena is not None
@@ -112,7 +112,7 @@ class Newcomers:
             raise MeshError(message("the mesh was closed while it was resized", where=self._session.describe()))
 
     def _greet(self) -> None:
-        """Send them what the others know, and wait until they have read it."""
+        """Send them what the old ranks were sent, and wait until they have read it."""
         session = self._session
         with session.lock:
             self.known = session.shipped.keys()
@@ -124,13 +124,13 @@ class Newcomers:
         self._wait(session.timeout, _ends_a_task)
 
     def take(self, messages: Sequence[tuple[protocol.Message, wire.Packet]], seconds: float) -> None:
-        """Have them do tasks, and wait until all have done all."""
+        """Have them do tasks, and wait until all have done all of them."""
         for msg, packet in messages:
             self._tell(msg, packet)
         self._wait(seconds, _ends_a_task, len(messages))
 
     def copy(self, msg: protocol.CopyTo, seconds: float) -> None:
-        """Have what they have copied to other hosts of theirs, and wait until it is."""
+        """Have their values copied to other hosts of theirs, and wait until that is done."""
         self._tell(msg)
         self._wait(seconds, lambda one: isinstance(one, protocol.Copying) and one.done and one.number == msg.number)
 
@@ -140,7 +140,7 @@ class Newcomers:
         self.ranks.send(packet, wire.frame(packet), None)
 
     def _wait(self, seconds: float, is_it: Callable[[protocol.Message], bool], count: int = 1) -> None:
-        """Wait until each has said so many things of a kind."""
+        """Wait until each has sent `count` messages that `is_it` accepts."""
         left = dict.fromkeys((rank.rank for rank in self.ranks.all), count)
         end = time.monotonic() + seconds
         heard = self._heard_here() if self._host_list is None else self._heard_of_hosts()
@@ -160,7 +160,7 @@ class Newcomers:
                     self._printed.append((rank, kind, what))
 
     def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
-        """What ranks of this host say, each time after a moment at most."""
+        """Yields, after a moment at most, what ranks on this host have sent and printed, and which have died."""
         found: list[tuple[str, Rank, Any]] = []
 
         def said(rank: Rank, packets: Iterable[wire.Packet]) -> None:
@@ -185,7 +185,7 @@ class Newcomers:
                 found.clear()
 
     def _heard_of_hosts(self) -> Iterator[list[tuple[str, Rank, Any]]]:
-        """The same of ranks of other hosts."""
+        """The same for ranks on other hosts."""
         assert isinstance(self.ranks, HostRanks)
         inbox, bell = self.ranks.inbox, threading.Event()
         inbox.heard_by(bell.set)
@@ -197,7 +197,7 @@ class Newcomers:
     def _decoded(self, rank: Rank, packet: wire.Packet) -> protocol.Message:
         msg = protocol.decode(packet.head)
         rank.ready = rank.ready or isinstance(msg, protocol.Ready)
-        if isinstance(msg, protocol.Ship):  # it could not read that: it is sent again at the switch
+        if isinstance(msg, protocol.Ship):  # it could not read this object, which is sent again at the switch
             self.known.discard(msg.key)
         if isinstance(msg, protocol.Failed):
             failure = wire.loads(packet)
@@ -212,7 +212,7 @@ class Newcomers:
         return msg
 
     def show_printed(self) -> None:
-        """Show what they have printed so far: they are taken, or given up."""
+        """Show what they have printed so far."""
         self._session.receiving.show(self._printed, self.layout)
         self._printed.clear()
 

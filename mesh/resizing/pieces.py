@@ -1,7 +1,7 @@
-"""A value in pieces: shards of ranks that are about to leave, of which each new rank makes its own.
+"""A value in pieces, the old ranks' shards, from which each new rank of a resized mesh makes its own shard.
 
-They stay where they are, in the arena of those ranks, and are copied once, into memory that the new rank's value keeps.
-Invariant: that arena is there, and as it was, until all new ranks have answered.
+The pieces stay in the old ranks' arena, and are copied once, into the memory of the new rank's value.
+Invariant: that arena exists, unchanged, until all new ranks have answered.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..spec import Layout, P
 from ..strides import frozen_as
 
 Box = list[tuple[int, int]]
-"""A part of a whole: of each dimension where it begins, and where it ends."""
+"""A part of a whole tensor: where it begins and ends in each dimension."""
 Allocate = Callable[[int, torch.Tensor], torch.Tensor]
-"""Gives memory for so many elements of a tensor's kind."""
+"""Gives memory for this many elements of a tensor's kind."""
 
 
 def box_of(layout: Layout, shape: Sequence[int], spec: P, rank: int) -> Box:
@@ -36,7 +36,7 @@ def sizes_of(box: Box) -> tuple[int, ...]:
 
 
 def shared(one: Box, other: Box) -> Box | None:
-    """What two parts have in common, if anything; a number's are the same.
+    """The overlap of two parts, if there is one; a scalar's parts are equal.
 
     >>> shared([(0, 3), (0, 9)], [(2, 4), (0, 9)]), shared([(0, 2)], [(2, 4)]), shared([], [])
     ([(2, 3), (0, 9)], None, [])
@@ -46,7 +46,7 @@ def shared(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, part: Box) -> tuple[slice, ...]:
-    """Where a part of the whole lies in one that it is a part of."""
+    """Where `part` lies in `box`, which contains it."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 
@@ -58,13 +58,13 @@ def room_for(
     sizes: Sequence[int],
     allocate: Allocate,
 ) -> torch.Tensor:
-    """Memory for so much of a whole, of which another part lies so."""
+    """Memory for a part with these sizes, in the memory order of another part of the same whole."""
     order = strides.joined(whole, part, strides.dense(part, stride))
     return allocate(math.prod(sizes), like).as_strided(tuple(sizes), strides.dense(sizes, order))
 
 
 class Source:
-    """An arena of ranks that another process started; mapped when something is read from it.
+    """An arena of another process's ranks; mapped when something is read from it.
 
     Args:
         pid, number, size: as in `arena.open_of`.
@@ -86,7 +86,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A shard: where in the whole it begins, how it lies in memory, and where in the arena; or itself."""
+    """A shard: where in the whole it begins, its layout, and its offset in the arena, or the tensor itself."""
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value that is cut, as ranks have it that are about to leave.
+    """A sharded value, as the old ranks have it.
 
     Attributes:
         like: an empty tensor of its kind.
@@ -108,7 +108,7 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
     def take(self, layout: Layout, spec: P, rank: int, allocate: Allocate) -> torch.Tensor:
-        """A rank's shard, as `Layout.take` has it of the whole."""
+        """A rank's shard, as `Layout.take` would make it from the whole."""
         box, first = box_of(layout, self.shape, spec, rank), self.pieces[0]
         shard = room_for(self.like.detach(), self.shape, first.shape, first.stride, sizes_of(box), allocate)
         for piece in self.pieces:

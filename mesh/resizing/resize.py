@@ -1,8 +1,8 @@
-"""A mesh gets another size while its program goes on: `Mesh.resize` and `Mesh.retire`.
+"""Changing the size of a mesh while its program goes on: `Mesh.resize` and `Mesh.retire`.
 
-New ranks get ready (`newcomers`) in an arena of their own. At the switch, between two calls, every value is copied
-there from the old arena, where the ranks' ledgers say what they keep (`moved`); batches are read again; and the old
-ranks end, with their arena. Invariant: until the new ranks are handed over, the mesh is as it was.
+New ranks get ready (`newcomers`) in their own arena. At the switch, between two calls, every value is copied there
+from the old arena, where the ranks' ledgers say what they keep (`moved`); batches are read again; and the old ranks
+end, with their arena. Invariant: until the new ranks are handed over, the mesh is as it was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("spmd")
 
 
 def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
-    """Give the mesh another size, between two calls: values are cut anew, and `Loader`s go on at their sample.
+    """Give the mesh another size, between two calls: values are cut again, and `Loader`s go on at their sample.
 
     >>> with Mesh({"data": 1}) as mesh:
     ...     x = put(torch.arange(4), P("data"), mesh=mesh)
@@ -42,21 +42,21 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
     ...     x.shards()
     [tensor([0, 1]), tensor([2, 3])]
 
-    New ranks start and import while calls under way go on; those that there are end. With `shards=` the run's bits are
-    what they would have been. Values keep their specs where the new sizes divide their dimensions, and become
-    replicated where not. What ranks keep besides values (module globals, caches) begins anew. Over several hosts each
-    has ranks in proportion to what `hosts=` gave it, one at least; where there are more hosts than ranks, the last are
-    left, until the mesh grows again.
+    New ranks start and import while calls under way go on; then the old ones end. With `shards=` the run's bits are
+    what they would have been. Values keep their specs where the new sizes divide their dimensions; else they become
+    replicated. What ranks keep besides values (module globals, caches) is lost. Over several hosts, each has ranks in
+    proportion to what `hosts=` gave it, at least one; if there are more hosts than ranks, the last ones are unused
+    until the mesh grows again.
 
     Args:
-        axes: the new sizes of axes of the mesh; those not named stay.
-        wait: False comes back at once, and the switch is made at the first call of an @spmd function for which the new
-            ranks are ready, so that the program goes on until then. Another `resize` takes its place.
+        axes: the new sizes of axes of the mesh; axes that are not named keep theirs.
+        wait: False returns at once; the switch then happens at the first call of an @spmd function at which the new
+            ranks are ready. Another `resize` before that replaces this one.
 
     Raises:
-        MeshError: for ranks that a launcher has started, on GPUs, over objects of `mesh.remote`; there is no such axis
-            or size; a dimension is cut over several axes at once; new ranks cannot be had, or old ones are busy; too
-            few hosts are left for `copies=`. The mesh is as it was then.
+        MeshError: the ranks were started by a launcher, or use GPUs, or objects of `mesh.remote` live on them; there
+            is no such axis or size; a dimension is cut over several axes at once; new ranks can't be started, or old
+            ones are busy; too few hosts are left for `copies=`. The mesh is then as it was before.
     """
     _refuse_on_ranks(self, "resize")
     with one_at_a_time(self):
@@ -64,15 +64,15 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
 
 
 def one_at_a_time(mesh: MeshView) -> contextlib.AbstractContextManager:
-    """Within, no other thread gives the mesh another size; on launched ranks nobody does."""
+    """In the block, no other thread resizes the mesh; on launched ranks nobody does."""
     if not mesh.is_driver:
         return contextlib.nullcontext()
-    mesh.driver.check_owner()  # first: who has the lock may not be in a fork
+    mesh.driver.check_owner()  # first, since in a fork the thread that holds the lock may not exist
     return mesh.driver.resize_lock
 
 
 def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collection[int] = ()) -> None:
-    """As `resize`, where these ranks are those that leave, if it matters which."""
+    """As `resize`; `leaving` are the ranks that have to go, if it matters which."""
     layout = _checked(self, axes)
     driver = self.driver
     host_list = _host_list(self, layout, leaving)
@@ -89,9 +89,9 @@ def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collectio
 
 
 def retire(self: MeshView, rank: int) -> None:
-    """Have a rank leave the mesh, which goes on with one less along its batch axis; ranks are numbered anew.
+    """Have a rank leave the mesh, which goes on with one less along its batch axis; ranks are renumbered.
 
-    Over several hosts it is that rank's host that has one less.
+    Over several hosts, that rank's host has one less.
 
     >>> with Mesh({"data": 2}) as mesh:
     ...     mesh.retire(1)
@@ -99,10 +99,10 @@ def retire(self: MeshView, rank: int) -> None:
     {'data': 1}
 
     Args:
-        rank: that is to go, and with it those that differ from it in other axes than that of the batch.
+        rank: the rank to leave, and with it all ranks at the same place on the batch axis.
 
     Raises:
-        MeshError: there is no such rank, or none would be left; what `resize` raises.
+        MeshError: there is no such rank, or none would be left; or as for `resize`.
     """
     _refuse_on_ranks(self, "retire")
     with one_at_a_time(self):
@@ -144,7 +144,7 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
 
 
 def _host_list(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> HostList | None:
-    """The hosts that ranks of another layout are on, if there are several."""
+    """The hosts for ranks of another layout, if there are several."""
     if mesh.hosts is None:
         return None
     host_list = mesh.hosts.without(leaving) if leaving else mesh.hosts.spread(layout.size)
@@ -164,14 +164,14 @@ def _check_remote(driver: DriverSession) -> None:
 
 
 class Resizing:
-    """New ranks that get ready on a thread, and the switch to them."""
+    """A resize: a thread gets the new ranks ready, then comes the switch to them."""
 
     def __init__(self, mesh: MeshView, driver: DriverSession, layout: Layout, host_list: HostList | None):
         self._mesh, self._driver, self._layout, self._host_list = mesh, driver, layout, host_list
         self._threads = mesh.threads_for(layout)
         self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), host_list)
         self._error: BaseException | None = None
-        # Told by the thread: Python (before 3.13) takes one for ended when Ctrl-C interrupts `join`.
+        # An event instead of `join`: if Ctrl-C interrupts that, Python before 3.13 takes the thread for ended.
         self._prepared = threading.Event()
         threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True).start()
 
@@ -184,14 +184,14 @@ class Resizing:
             self._prepared.set()
 
     def cancel(self) -> None:
-        """The new ranks are not wanted any more."""
+        """Give up the new ranks."""
         self._newcomers.cancel()
         self._prepared.wait()
         if self._error is None:
             self._newcomers.give_up()
 
     def switch_if_ready(self) -> None:
-        """Between two calls: go on with the new ranks, if they are there, and the old ones write no checkpoint."""
+        """Between two calls: switch if the new ranks are ready and the old ones are not writing a checkpoint."""
         if not self._prepared.is_set():
             return
         lock, held = self._driver.resize_lock, False
@@ -206,7 +206,7 @@ class Resizing:
                 lock.release()
 
     def finish(self) -> None:
-        """Wait for the new ranks, and go on with them."""
+        """Wait for the new ranks, and switch to them."""
         try:
             self._prepared.wait()
             if self._error is not None:
@@ -227,7 +227,7 @@ class Resizing:
         logger.info("%s: has gone on after %.0f ms", self._mesh.describe(), 1e3 * (time.monotonic() - began))
 
     def _switched(self) -> float:
-        """Switch; again, with others, where ranks or hosts die in the middle of it. When it began."""
+        """Switch; if ranks or hosts die meanwhile, try again with other new ranks. Returns when the switch began."""
         for left in reversed(range(TRIES)):
             try:
                 return self._switch()
@@ -256,7 +256,7 @@ class Resizing:
                     switch.enter_context(_switching(driver))
                     if self._host_list is None:
                         old.yield_processor()
-                    driver.tell(protocol.Exit())  # of all values there is a copy, or memory that is not theirs
+                    driver.tell(protocol.Exit())  # all values have copies, or lie in memory that outlives them
                     driver.hand_over(ranks, self._layout)
                     self._mesh.set_layout(self._layout, self._threads, self._host_list)
                     open_sessions.follow(driver)
@@ -283,7 +283,7 @@ class Resizing:
         return began
 
     def _listen(self, gone: list[Any], done: threading.Event) -> None:
-        """On the receiving thread: from now on it is the new ranks that are heard."""
+        """On the receiving thread: listen to the new ranks from now on."""
         driver = self._driver
         try:
             driver.receiving.exchange(gone, driver.ranks, self._layout)
@@ -293,7 +293,7 @@ class Resizing:
 
 @contextlib.contextmanager
 def _switching(driver: DriverSession) -> Iterator[None]:
-    """Other threads wait, and a rank that dies is replaced whatever the mesh does of losses otherwise."""
+    """In the block, other threads wait, and tasks run again if a rank dies, whatever `on_loss` says."""
     driver.switching, reruns, driver.reruns = threading.get_ident(), driver.reruns, True
     try:
         yield
@@ -303,7 +303,7 @@ def _switching(driver: DriverSession) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(driver: DriverSession) -> Iterator[None]:
-    """With the lock, while no rank has anything to do and all that was sent has been read."""
+    """Hold the lock while no rank has anything to do and all that was sent has been read."""
     end = time.monotonic() + driver.timeout
     while True:
         driver.ready()
@@ -322,7 +322,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
         try:
             driver.wait(task)
         except PeerLost:
-            continue  # it is replaced, with its values
+            continue  # the rank is replaced, with its values
         with driver.lock:
             if driver.quiet and all(values.made for values in driver.values.of_calls(read=False)):
                 yield
@@ -331,7 +331,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
 
 
 def _read_again(driver: DriverSession) -> None:
-    """Have the new ranks read the batches that there are; nobody waits for it."""
+    """Have the new ranks read the current batches; nobody waits for it."""
     for values in driver.values.of_calls(read=True):
         values.unread_on.clear()
         values.not_read(range(driver.layout.size))

@@ -1,9 +1,9 @@
-"""The values of a call, as ranks on several hosts have them that are about to leave: each new rank takes its shards.
+"""Values of a mesh over several hosts that is resized: each new rank takes its shards from the hosts of the old ranks.
 
-It asks the processes that hold those ranks for the parts that it needs, over connections of its own, and of what
-several of them have the nearest. Such a process (`Offered`) reads them from what its ranks share, where their ledgers
-say what they keep. Invariants: what a new rank has then lies in its memory as if it had been put there; and no rank
-that is about to leave takes part: they rest, or are no more.
+It asks the processes that hold the old ranks for the parts that it needs, over its own connections; if several have a
+part, it asks the nearest. Such a process (`Offered`) reads the parts from the arena of its ranks, whose ledgers say
+what they keep. Invariants: a new rank's values lie in its memory as if they had been put there; and no old rank takes
+part: they are idle, or dead.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..rank.lasting_values import Leaf, Values, leaf_of, values_of
 from ..spec import Layout, P
 from .pieces import Allocate, Box, box_of, room_for, shared, sizes_of, within
 
-_MOST_BYTES = 32 << 20  # that are asked for at once, but for a part that is larger
+_MOST_BYTES = 32 << 20  # that are asked for at once, unless a single part is larger
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """A value.
+    """A value on the old ranks.
 
     Attributes:
-        shape, spec: of the whole, and how the ranks that leave have it cut.
+        shape, spec: the global shape, and how the old ranks have it cut.
         itemsize: of its elements.
-        missing: of those ranks, who lacks it.
+        missing: the old ranks that lack it.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """What is needed of a shard: by whom it is had, where it lies in the whole, and which part of that is needed."""
+    """A part of a shard that is needed: which rank has it, where the shard lies in the whole, and the needed part."""
 
     rank: int
     index: int
@@ -65,10 +65,10 @@ class Shares:
     """The values of a call.
 
     Attributes:
-        before: the layout of the ranks that leave.
-        at: of each of them where its host offers what it has: address and port.
+        before: the layout of the old ranks.
+        at: for each of them the address and port where its host offers values.
         call: the number of the call.
-        values: None for what is needed no more.
+        values: None for a value that is no longer needed, or that no old rank has.
     """
 
     before: Layout
@@ -79,7 +79,7 @@ class Shares:
     def take(
         self, layout: Layout, specs: Sequence[P], rank: int, who: tuple[str, bytes], allocate: Allocate
     ) -> list[torch.Tensor]:
-        """A rank's shards, cut so.
+        """A new rank's shards with these specs.
 
         Args:
             who: the rank's address, and the key of its mesh.
@@ -106,7 +106,7 @@ class Shares:
         return [torch.empty(0, device="cpu") if shard is None else shard for shard in taken]
 
     def _unpickled(self, index: int, data: memoryview) -> torch.Tensor:
-        """A value that travels as a pickle: one that is sparse, or quantized."""
+        """A value that travels as a pickle, because it is sparse or quantized."""
         one = self.values[index]
         if one is None or one.spec.entries:
             raise MeshError(
@@ -121,7 +121,7 @@ class Shares:
         return one.shape
 
     def _parts(self, index: int, one: Share, box: Box, rank: int, address: str) -> list[_Part]:
-        """What a rank needs for its part of a value; of one without elements something, to know how it lies."""
+        """The parts that a rank needs for its shard; an empty one if it has no elements, to learn its layout."""
         found: list[_Part] = []
         for owner in self.before.owners(one.spec):
             its = box_of(self.before, one.shape, one.spec, owner)
@@ -135,21 +135,21 @@ class Shares:
         return found
 
     def _donor(self, one: Share, owner: int, rank: int, address: str) -> int:
-        """Who has the same as this rank: on the host of who asks, if one is; else not the same one for all who ask."""
+        """An old rank with the same shard as `owner`: on the asking rank's host if possible, else spread over all."""
         having = [other for other in self.before.replicas(one.spec, owner) if other not in one.missing]
         near = [other for other in having if self.at[other][0] == address] or having
         return near[rank % len(near)]
 
 
 class _Hosts:
-    """Connections of a rank to the hosts of another mesh."""
+    """Connections of a new rank to the hosts of the old ones."""
 
     def __init__(self, at: Sequence[tuple[str, int]], key: bytes, rank: int):
         self._at, self._secret, self._rank = at, secret_of(key), rank
         self._links: dict[tuple[str, int], Link] = {}
 
     def ask(self, call: int, parts: Sequence[_Part]) -> list[tuple[Leaf, memoryview]]:
-        """Of each part how the shard lies that it is one of, and its bytes; raises `PeerLost`."""
+        """For each part the layout of its shard, and the part's bytes; raises `PeerLost`."""
         found: dict[int, tuple[Leaf, memoryview]] = {}
         for where in {self._at[part.rank] for part in parts}:
             its = [number for number, part in enumerate(parts) if self._at[part.rank] == where]
@@ -174,7 +174,7 @@ class _Hosts:
 
 
 def _named(part: _Part) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """A part as a host is asked for it."""
+    """A part as it is named in `SendParts`."""
     inside = within(part.shard, part.box)
     return part.rank, part.index, tuple(one.start for one in inside), tuple(one.stop for one in inside)
 
@@ -184,7 +184,7 @@ def _nbytes(box: Box, one: Share) -> int:
 
 
 def _split(box: Box, one: Share) -> Iterator[Box]:
-    """A part of a value in smaller ones, of some of its rows each, where it is large."""
+    """A large part in smaller ones, each of some of its rows."""
     (start, stop), *rest = box or [(0, 1)]
     rows = max(1, _MOST_BYTES * (stop - start) // max(1, _nbytes(box, one)))
     for at in range(start, stop, rows):
@@ -192,7 +192,7 @@ def _split(box: Box, one: Share) -> Iterator[Box]:
 
 
 def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """All of them, in order, no more at once than are to be asked for together."""
+    """All parts in order, in groups to be asked for together."""
     some: list[_Part] = []
     left = _MOST_BYTES
     for part in parts:
@@ -206,26 +206,26 @@ def _few(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def _allocated(leaf: Leaf, shape: tuple[int, ...], box: Box, allocate: Allocate) -> torch.Tensor:
-    """Memory for a part of a value, a shard of which lies so."""
+    """Memory for a part of a value, in the memory order of the old shard `leaf`."""
     like = torch.empty(0, dtype=leaf.dtype, device="cpu")
     found = room_for(like, shape, leaf.shape, leaf.stride, sizes_of(box), allocate)
     return torch.nn.Parameter(found, requires_grad=False) if leaf.frozen else found
 
 
 def _laid_out(data: memoryview, leaf: Leaf, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The bytes of a part of a shard that lies so, as a tensor."""
+    """The bytes of a part of the shard `leaf`, as a tensor."""
     buffer = torch.empty(len(data), dtype=torch.uint8, device="cpu")
     buffer.numpy()[:] = data
     return buffer.view(leaf.dtype).as_strided(sizes, strides.dense(sizes, strides.dense(leaf.shape, leaf.stride)))
 
 
 def secret_of(key: bytes) -> bytes:
-    """What ranks prove that they have, from the key of their mesh."""
+    """The secret for these connections, from the key of the ranks' mesh."""
     return code(key, b"values")
 
 
 class Offered(Serving):
-    """The values of one host."""
+    """The values that one host offers."""
 
     def __init__(self, address: str, key: bytes, arena: Arena, members: Sequence[int]):
         self._arena, self._members = arena, members
@@ -241,7 +241,7 @@ class Offered(Serving):
                 link.send(PartsSent(sizes), *(piece for both in found for piece in both if len(piece)))
 
     def _part(self, call: int, rank: int, index: int, start: Sequence[int], stop: Sequence[int]) -> tuple[Any, Any]:
-        """How a shard lies in memory, if it is here, and the bytes of a part of it, or a pickle of all of it."""
+        """The layout of a shard, if it is here, and the bytes of a part of it, or a pickle of all of it."""
         with self._lock:
             if rank not in self._values:
                 self._values[rank] = values_of(self._arena, self._members.index(rank))

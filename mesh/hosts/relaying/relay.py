@@ -1,6 +1,6 @@
-"""A host that hands on what the driver says to all hosts, to some of them, and what these answer, together.
+"""A relay: a host that passes messages for all hosts on to some of them, and their answers back, together.
 
-Invariant: it keeps nothing that is not also kept where it comes from, so that with it nothing is lost.
+Invariant: it keeps nothing that its sender does not keep, too, so that nothing is lost if it ends.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..link import Link
 from ..protocol import Bundle, Forward, Gathered, Numbered, Pulse
 from ..serving import Serving
 
-PULSE_SECONDS = 0.5  # between two signs that it runs
-_UNFINISHED = 64  # tasks of which it is known who has answered them
+PULSE_SECONDS = 0.5  # between two signs of life
+_UNFINISHED = 64  # tasks for which it keeps which hosts have answered
 
 
 def secret_of(key: bytes) -> bytes:
-    """What a relay and those that it relays to prove that they have, from the mesh's key."""
+    """The secret for connections between a relay and its hosts, from the mesh's key."""
     return code(key, b"relay")
 
 
 def received(link: Link) -> list[tuple[Any, bytes]] | None:
-    """What has come of another host; None: it has ended, or is not of this mesh."""
+    """Messages that have come from another host; None if it has ended, or is not of this mesh."""
     try:
         return link.receive(socket.MSG_DONTWAIT)
     except NotOfThisMesh:
@@ -36,23 +36,23 @@ def received(link: Link) -> list[tuple[Any, bytes]] | None:
 
 
 class Relay(Serving):
-    """Served by the thread that reads its host's link, but for those that come."""
+    """Used by the thread that reads its host's link, except for accepting hosts."""
 
     def __init__(self, address: str, key: bytes, link: Link, selector: selectors.BaseSelector):
         self._link, self._selector = link, selector
         self._below: dict[int, Link] = {}
-        self._held: dict[bytes, list[tuple[int, int, bytes]]] = {}  # by content who has said it
-        self._since = 0.0  # the first of them is held
-        self._done: dict[int, set[int]] = {}  # by task who has answered all of it
+        self._held: dict[bytes, list[tuple[int, int, bytes]]] = {}  # content -> (host, number, message) that have it
+        self._since = 0.0  # since when the first of them is held
+        self._done: dict[int, set[int]] = {}  # task -> hosts whose ranks have all answered
         self._next_pulse = 0.0
         super().__init__(address, secret_of(key), "spmd-relay")
 
     def welcome(self, rank: int, link: Link) -> None:
-        """A host comes, which has this number."""
+        """Accept the host with this number."""
         self._below[rank] = link
         try:
             self._selector.register(link.connection, selectors.EVENT_READ, functools.partial(self._read, rank, link))
-        except (OSError, KeyError):  # it can't be heard, and must not take this for its relay
+        except (OSError, KeyError):  # it can't be watched, so it must not use this relay
             del self._below[rank]
             link.close()
             return
@@ -82,7 +82,7 @@ class Relay(Serving):
             return
         done = self._done.setdefault(msg.done, set())
         done.add(host)
-        if len(self._done) > _UNFINISHED:  # long answers go another way
+        if len(self._done) > _UNFINISHED:  # long answers don't pass here, so that some tasks never get complete here
             del self._done[min(self._done)]
         if done >= self._below.keys():
             self._done = {task: hosts for task, hosts in self._done.items() if task > msg.done}
@@ -94,7 +94,7 @@ class Relay(Serving):
         self._link.send(Bundle(groups), *held)
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Do what is due: send what is held, and signs of life."""
         now = time.monotonic()
         if self._held and now >= self._since + MOMENT_SECONDS:
             self._flush()
@@ -104,12 +104,12 @@ class Relay(Serving):
                 link.send(Pulse())
 
     def left(self) -> float:
-        """In how many seconds something is due."""
+        """Seconds until something is due."""
         due = min(self._next_pulse, self._since + MOMENT_SECONDS) if self._held else self._next_pulse
         return max(0.0, due - time.monotonic())
 
     def close(self) -> None:
-        """Relay nothing any more."""
+        """Stop relaying."""
         super().close()
         for link in list(self._below.values()):
             link.shut()

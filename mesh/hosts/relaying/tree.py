@@ -1,6 +1,6 @@
-"""Beyond some hosts the driver tells a few of them what it says to all, and these relay it to the others.
+"""With many hosts, the driver sends a message for all of them to a few relays, which pass it on to the others.
 
-A host that can't reach its relay, or has lost it, is told by the driver itself.
+To a host that can't reach its relay, or has lost it, the driver sends directly.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from .. import protocol
 from ..rank_host import RankHost
 
-DIRECT_HOSTS = 32  # up to which the driver tells each host itself
-RELAYED_BYTES = 1 << 16  # of what more would be kept of messages until hosts have had them
+DIRECT_HOSTS = 32  # up to so many hosts, there are no relays
+RELAYED_BYTES = 1 << 16  # larger messages are not relayed, since relayed ones are kept until acknowledged
 
 
 class Tree:
-    """The hosts of a mesh: about as many are relays as each relays to.
+    """The hosts of a mesh: there are about as many relays as each has hosts below it.
 
     >>> branch_size(33), branch_size(64), branch_size(1000)
     (6, 8, 32)
@@ -27,7 +27,7 @@ class Tree:
         self._heads: list[RankHost] = []
 
     def grow(self, hosts: Sequence[RankHost]) -> None:
-        """Have these hosts relayed to, some of which may have been before."""
+        """Build the tree for these hosts, some of which may have been in it before."""
         self._heads = []
         if len(hosts) <= DIRECT_HOSTS:
             return
@@ -40,7 +40,7 @@ class Tree:
                 head.link.send(protocol.OpenRelay())
 
     def send(self, msg: bytes, pieces: Sequence[Any]) -> bool:
-        """Send a message, with its content in pieces of bytes, to all hosts, if there are relays; whether it was."""
+        """Send a message to all hosts through relays, its content in pieces of bytes; False if it can't be relayed."""
         if not self._heads or sum(map(len, pieces)) > RELAYED_BYTES:
             return False
         content = b"".join(pieces)
@@ -59,5 +59,5 @@ class Tree:
 
 
 def branch_size(hosts: int) -> int:
-    """How many hosts a relay and those that it relays to are."""
+    """The number of hosts in a branch: a relay and the hosts below it."""
     return math.isqrt(hosts - 1) + 1
