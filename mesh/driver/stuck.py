@@ -31,14 +31,14 @@ class _Mark:
     """When a rank was last seen to do something, and how far it had got.
 
     Attributes:
-        cpu_ticks: processor time in nanoseconds, of it and of the processes it has started.
+        cpu_nanoseconds: processor time, of it and of the processes it has started.
         helpers: processor time of the processes that all ranks have started.
     """
 
     at: float
     pid: int
     where: tuple[int, ...]
-    cpu_ticks: int
+    cpu_nanoseconds: int
     helpers: int
 
     def moved(self, later: _Mark, least: float, *, alone: bool) -> bool:
@@ -47,7 +47,7 @@ class _Mark:
         Times may shrink, since those of processes that have ended no longer count.
         """
         helped = not alone and abs(later.helpers - self.helpers) > least
-        return helped or abs(later.cpu_ticks - self.cpu_ticks) > least
+        return helped or abs(later.cpu_nanoseconds - self.cpu_nanoseconds) > least
 
 
 class Stuck:

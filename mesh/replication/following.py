@@ -122,7 +122,7 @@ class _Join:
         shapes_only = self._name in _SHAPES_ONLY
         self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
         if _draws(func, args, kwargs):
-            self._all = joined([self._all, _of_randomnumbers_in(net)])
+            self._all = joined([self._all, _of_random_numbers(net)])
 
     def _at(self, index: int, count: int) -> Varying:
         """How entry `index` of a list of `count` results varies."""
@@ -183,7 +183,7 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
 
 
-def _of_randomnumbers_in(net: Net) -> Varying:
+def _of_random_numbers(net: Net) -> Varying:
     region = current()
     axes = net.axes if region is None else net.axes - region.alike
     return Varying(dict.fromkeys(axes, "random numbers, which each rank draws for itself"))
