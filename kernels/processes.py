@@ -175,7 +175,8 @@ def check_not_imported_by_worker() -> None:
 
 def python_command() -> list[str]:
     """This Python, with the options of this process that change what programs mean: assertions, warnings, modes."""
-    modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    given = getattr(sys, "_xoptions", {})  # documented, but of CPython alone
+    modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
     return [sys.executable, *["-O"] * sys.flags.optimize, *(f"-W{each}" for each in sys.warnoptions), *modes]
 
 

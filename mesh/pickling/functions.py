@@ -30,7 +30,8 @@ _KINDS = (
     ctypes.CFUNCTYPE(None),
 )
 _OF_CTYPES = frozenset(map(type, _KINDS))
-_RECORDING, _RECORDED = "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY"  # by str(class)
+# Where transformers keeps, by str(class), which modules' outputs a model records, and the model's attribute for it.
+_RECORDING, _RECORDED, _RECORDS = "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY", "_can_record_outputs"
 
 
 def travels_by_name(obj: Any) -> bool:
@@ -100,7 +101,7 @@ def _parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 def _registered(module: nn.Module, state: dict[str, Any]) -> None:
     module.__setstate__(state)
     registry = getattr(importlib.import_module(_RECORDING), _RECORDED)
-    dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
+    dict.__setitem__(registry, str(type(module)), getattr(module, _RECORDS))
 
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
