@@ -5,11 +5,13 @@ Invariant: nothing is cut twice over one axis.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
 import torch
 
+from .kernels.arguments import check_value
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.agreement import path_in
@@ -18,28 +20,35 @@ from .mesh.program import describe_path
 from .mesh.put import specs_for
 from .mesh.region import Region
 from .mesh.replication.net import active, mark, marked
+from .mesh.replication.values import Check
 from .mesh.spec import P, Sharded, is_sharded
 from .transforms import all_gather
 
 
-def check_alike(name: str, tree: Any, region: Region) -> None:
+def check_alike(name: str, tree: Any, region: Region, looked: Check) -> None:
     """Refuse arguments that ranks give differently to a call in `mesh.run`, where each gives all of them.
 
     Args:
         name: of what is called.
         tree: (args, kwargs).
+        looked: how much of the call is checked, on all ranks the same.
     """
     leaves, treedef = trees.flatten(tree, is_leaf=is_sharded)
     given: list[Any] = [(trees.keys_text(treedef), None)]
-    for leaf in leaves:
+
+    def called(number: int) -> str:
+        return f"{describe_path(path_in(treedef, number))} of {name}"
+
+    for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            given.append(given_tensor(leaf))
+            check_value(leaf, functools.partial(called, number), cut=False)
+            given.append(given_tensor(leaf, looked_at=looked >= Check.VALUES or (leaf.numel() == 1 and leaf.is_cpu)))
         else:
             given.append((type(leaf).__name__, pickle.dumps(leaf) if type(leaf) in PLAIN else None))
     refuse_differing(
         region.session.comm().all_gather_bytes(pickle.dumps(tuple(given))),
         f"the arguments of {name}",
-        lambda number: f"{describe_path(path_in(treedef, number))} of {name}",
+        called,
         region.session.where(),
         "give every rank the whole value; call in mesh.run what @spmd wraps, to compute with each rank's own",
     )

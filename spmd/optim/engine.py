@@ -20,7 +20,7 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
-from .hyper import is_numeric, lent, refuse_unknown, written
+from .hyper import is_numeric, lent, mentions, refuse_unknown, written
 from .leaves import REFUSED, Leaf, State
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
@@ -258,7 +258,8 @@ class Engine:
         assert self._numeric is not None
         more = written(self.cls, group, options, lent, self._numeric)
         for name, value in more.items():
-            if name in lent and name not in self._written and type(value) in (int, float) and value is lent[name]:
+            is_unchanged = name in lent and type(value) in (int, float) and value is lent[name]
+            if is_unchanged and name not in self._written and not mentions(self.cls, name):
                 refuse_unknown(name, self._numeric)
         self._written.update(more)
         return {**after, **more}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..kernels.errors import SpecError, SpmdError, message
 
@@ -71,3 +74,20 @@ def written(
                 )
             )
     return found
+
+
+def mentions(cls: type, name: str) -> bool:
+    """Whether methods of an optimizer's class have a name among their constants, as those that write it once do."""
+    own = (value for base in cls.__mro__ if base not in (Optimizer, object) for value in vars(base).values())
+    methods = (method for method in map(inspect.unwrap, own) if isinstance(method, types.FunctionType))
+    return any(name in _constants(method.__code__) for method in methods)
+
+
+def _constants(code: types.CodeType) -> Iterator[Any]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _constants(constant)
+        elif isinstance(constant, tuple):
+            yield from constant
+        else:
+            yield constant

@@ -98,6 +98,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: m.run(lambda: spmd.spmd(torch.sum, mesh=m, in_specs=P("data"))(X + axis_index("data"))),
         r"argument 0 of sum should be the same on all ranks.*: give every rank the whole value; call in mesh\.run",
     ),
+    "run a step of a DTensor": (
+        lambda m: m.run(lambda: spmd.spmd(torch.sum)(put(X, P("data")).to_dtensor())),
+        r"argument 0 of sum is no plain tensor \(got DTensor\)",
+    ),
     "run async": (lambda m: m.run(waits, 1), "mesh.run takes a function .*async"),
     "submit nothing": (lambda m: m.submit(None, rank=0), "mesh.submit takes a function"),
     "ranks": (lambda m: m.run(int, ranks=1), r"no list of ranks .*write ranks=\[1\]"),

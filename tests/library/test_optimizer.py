@@ -452,6 +452,7 @@ class LooksAtAll(optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             group.setdefault("written", torch.zeros(())).add_(1)
+            group.setdefault("first_lr", group["lr"])
             for param in group["params"]:
                 param.mul_(1 - group["weight_decay"]).sub_(param.grad / norm / group["step"] / group["written"])
 
@@ -480,6 +481,8 @@ def test_an_optimizer_from_elsewhere_sees_all_at_once_and_finds_what_it_wrote(sh
     assert not divided or opt_state["groups"][0]["step"] == 3
     same_params, again = opt.step(params, dict.fromkeys(params), opt_state)
     assert same(again, opt_state) and same(same_params, params)
+    restored, _ = optimizer(LooksAtAll, lr=0.1, groups=groups).step(params, grads, opt_state)
+    assert same(restored, opt.step(params, grads, opt_state)[0])
     opt_state["hyper"]["lrr"] = 1.0
     with pytest.raises(SpecError, match=r"opt_state\['hyper'\] has an unknown 'lrr'"):
         opt.step(params, grads, opt_state)
