@@ -15,7 +15,7 @@ from .kernels.arguments import check_value
 from .kernels.errors import SpecError, message
 from .mesh import trees
 from .mesh.agreement import path_in
-from .mesh.launch.alike import PLAIN, given_tensor, refuse_differing
+from .mesh.launch.alike import given_argument, refuse_differing
 from .mesh.program import describe_path
 from .mesh.put import specs_for
 from .mesh.region import Region
@@ -42,9 +42,7 @@ def check_alike(name: str, tree: Any, region: Region, looked: Check) -> None:
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             check_value(leaf, functools.partial(called, number), cut=False)
-            given.append(given_tensor(leaf, looked_at=looked >= Check.VALUES or (leaf.numel() == 1 and leaf.is_cpu)))
-        else:
-            given.append((type(leaf).__name__, pickle.dumps(leaf) if type(leaf) in PLAIN else None))
+        given.append(given_argument(leaf, looked))
     refuse_differing(
         region.session.comm().all_gather_bytes(pickle.dumps(tuple(given))),
         f"the arguments of {name}",

@@ -11,7 +11,7 @@ import torch
 from ...kernels.errors import SpecError, message
 from ..batch import Deal
 from ..failure import ranks_text
-from ..replication.values import same_bytes, shown, tensor_print
+from ..replication.values import Check, same_bytes, shown, tensor_print
 
 # Types of non-tensor values that are compared; of other objects it isn't known whether they should be the same.
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
@@ -33,6 +33,13 @@ _ORDER = "make dicts with their keys in one order on all ranks, as sorted(...) g
 def given_tensor(tensor: torch.Tensor, *, looked_at: bool = True) -> tuple[Any, bytes | None]:
     """The kind and the print of a tensor; no print unless it is `looked_at`."""
     return (tuple(tensor.shape), tensor.dtype), tensor_print(tensor) if looked_at else None
+
+
+def given_argument(leaf: Any, check: Check) -> tuple[Any, bytes | None]:
+    """The kind and the print of an argument; tensors of several elements have one only where `check` asks for it."""
+    if isinstance(leaf, torch.Tensor):
+        return given_tensor(leaf, looked_at=check >= Check.VALUES or (leaf.numel() == 1 and not leaf.is_cuda))
+    return type(leaf).__name__, pickle.dumps(leaf) if type(leaf) in PLAIN else None
 
 
 def refuse_differing(

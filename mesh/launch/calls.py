@@ -32,7 +32,7 @@ from ..request import Span, passable
 from ..run_state import Call
 from ..strides import frozen_as
 from . import launched
-from .alike import PLAIN, SEED, Given, given_tensor, refuse_differing, refuse_other_batches
+from .alike import PLAIN, SEED, Given, given_argument, refuse_differing, refuse_other_batches
 
 
 class LaunchedCall:
@@ -161,14 +161,8 @@ class ReplicatedInputs:
         before, known = self._before
         if known and len(before) == len(given) and all(map(operator.is_, given, before)) and not self._tensors:
             return known
-        found: list[tuple[Any, bytes | None]] = [(self._keys, None)]
-        for index in self._tensors:
-            tensor = values[index]
-            looked_at = check >= Check.VALUES or (tensor.numel() == 1 and not tensor.is_cuda)
-            found.append(given_tensor(tensor, looked_at=looked_at))
-        for value in given:
-            plain = type(value) in PLAIN
-            found.append((type(value).__name__, pickle.dumps(value) if plain else None))
+        tensors = [values[index] for index in self._tensors]
+        found = [(self._keys, None), *(given_argument(leaf, check) for leaf in (*tensors, *given))]
         if not self._tensors and all(type(value) in PLAIN for value in given):  # other objects may hold much memory
             self._before = given, tuple(found)
         return tuple(found)
