@@ -132,7 +132,7 @@ class Watch(Protocol):
         """Raise if a peer died; called every few milliseconds."""
 
     def in_debugger(self) -> bool:
-        """Whether a peer is at the prompt of a debugger; then its silence means nothing."""
+        """Whether a peer is at the prompt of a debugger, or traced by one; then its silence means nothing."""
 
 
 def wait_until(

@@ -11,10 +11,12 @@ import functools
 import mmap
 import os
 import select
+import time
 from collections.abc import Callable, Sequence
 
 from ..call import other_calls
 from ..errors import Aborted, PeerLost, message
+from ..processes import status_of
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
 
@@ -32,6 +34,8 @@ _ABORT, _GENERATION = 0, 1
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
 _BEGUN, _DONE = 13, 14
+
+_TRACED_SECONDS = 1.0  # between looks whether a rank is traced
 
 
 def board_bytes(size: int) -> int:
@@ -52,6 +56,7 @@ class Board:
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}  # participant -> pidfd
         self._calls = ["", ""]
+        self._traced, self._next_look = False, 0.0
         if rank < size:
             base = self._status(rank)
             self.words[base + _PID] = os.getpid()
@@ -195,7 +200,16 @@ class Board:
         self.words[self._status(self.rank) + _DEBUGGED] = int(there)
 
     def in_debugger(self) -> bool:
-        return any(self.words[self._status(rank) + _DEBUGGED] for rank in range(self.size))
+        """Whether some rank is at a debugger's prompt, or traced by one (gdb) that does not trace this process, too."""
+        pages = [self._status(rank) for rank in range(self.size)]
+        if any(self.words[page + _DEBUGGED] for page in pages):
+            return True
+        if (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + _TRACED_SECONDS
+            found = [status_of("self"), *(status_of(self.words[page + _PID]) for page in pages)]
+            own, *others = [None if status is None else status["TracerPid"] for status in found]
+            self._traced = not {"0", None, own}.issuperset(others)
+        return self._traced
 
     def overwrite(self) -> None:
         """Publish that this rank begins to overwrite what was donated to its region."""

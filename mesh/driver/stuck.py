@@ -4,7 +4,7 @@ A death is noticed at once, and being slow is no fault. A rank is stuck if someb
 it begins no task or region and uses no processor time (nor does what it has started). Ranks that wait for others in a
 collective poll many times a second, so they are not stuck. Nor is a rank that may be waiting, at a lock file say, for a
 program that another rank has started, as compilers do. Invariant: a rank that a debugger traces, or that is at a
-debugger's prompt, is left alone; in the latter case so are its peers.
+debugger's prompt, is left alone, and so are its peers.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from fork_server import fork_server
 from host_processes import parent_of
 from internals import wait_for_stacks
-from patience import HANGS, end_within, running, soon, until
+from patience import HANGS, end_within, running, slowness, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
 from spmd.mesh.display import stacks
@@ -169,21 +170,13 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
 def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     """A tracer is attached to it, or it is at a prompt."""
     pids = mesh.driver.pids
-    libc = ctypes.CDLL(None, use_errno=True)
-    seize, detach = 0x4206, 17
-    if libc.ptrace(seize, pids[1], None, None):
-        pytest.skip("this system lets nobody trace another process")
-    try:
+    with traced(pids[1]) as stop:
         future: list[Any] = []
         call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 3 * GRACE)))
         call.start()
         call.join(HANGS)
         assert future == [[0, 1]]
-    finally:
-        os.kill(pids[1], signal.SIGSTOP)  # to detach from one that runs it must be stopped
-        os.waitpid(pids[1], 0x40000000)  # __WALL
-        libc.ptrace(detach, pids[1], None, None)
-        os.kill(pids[1], signal.SIGCONT)
+        stop()
 
     def at_prompt() -> int:
         mesh.session.watch.set_in_debugger(True)
@@ -194,6 +187,35 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
         return 1
 
     assert mesh.run(at_prompt) == [1, 1] and mesh.driver.pids == pids
+
+
+@contextlib.contextmanager
+def traced(pid: int) -> Iterator[Callable[[], None]]:
+    """Trace a process as a debugger does; gives a function that stops it, which must be called."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, interrupt, detach = 0x4206, 0x4207, 17
+    if libc.ptrace(seize, pid, None, None):
+        pytest.skip("this system lets nobody trace another process")
+
+    def stop() -> None:
+        libc.ptrace(interrupt, pid, None, None)
+        os.waitpid(pid, 0x40000000)  # __WALL
+
+    try:
+        yield stop
+    finally:
+        libc.ptrace(detach, pid, None, None)
+
+
+def test_the_peers_of_a_rank_that_a_debugger_has_stopped_wait_for_it() -> None:
+    timeout = max(1.0, min(slowness(), 5.0))
+    with Mesh({"data": 2}, timeout=timeout) as mesh, ThreadPoolExecutor() as pool:
+        assert works(mesh)
+        with traced(mesh.driver.pids[1]) as stop:
+            stop()
+            call = pool.submit(works, mesh)
+            time.sleep(2 * timeout)
+        assert call.result(HANGS)
 
 
 def sleeps(rank: int, seconds: float) -> int:
