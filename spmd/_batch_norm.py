@@ -85,8 +85,10 @@ def _batch_norm(
         with torch.no_grad():
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
             running_var.lerp_((var.detach() * (count / (count - 1))).to(running_var.dtype), momentum)
-    out = (away * torch.rsqrt(var + eps).view(shape)).to(x.dtype)
-    return out if weight is None or bias is None else out * weight.view(shape) + bias.view(shape)
+    out = away * torch.rsqrt(var + eps).view(shape)
+    if weight is not None and bias is not None:
+        out = out * weight.view(shape) + bias.view(shape)
+    return out.to(x.dtype)
 
 
 class _WholeBatch(TorchFunctionMode):

@@ -158,6 +158,14 @@ def test_synced_batch_norm_elsewhere(shared_mesh):
     torch.testing.assert_close(apply(params, buffers, x)[0], module(x))
 
 
+def test_a_synced_batch_norm_keeps_the_dtype_of_its_input():
+    """As torch's does: in mixed precision, the input has 16 bits, and the parameters have 32."""
+    norm = nn.BatchNorm1d(3)
+    apply, params, buffers = functional_with_buffers(norm, sync=True)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(apply(params, buffers, x)[0], norm(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("samples", [0, 1])
 def test_a_synced_batch_norm_of_one_value_is_refused(samples):
     """As torch refuses it: there is no variance, and the running one would be no number from then on."""
