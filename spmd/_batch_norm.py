@@ -67,7 +67,9 @@ def _batch_norm(
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     axes = _axes()
     count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
-    total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
+    with torch.no_grad():  # so that the backward pass doesn't communicate for it
+        count = _summed(count, axes)
+    total = _summed(wide.sum(dims), axes)
     if planned_session() is None and not torch.compiler.is_compiling() and count <= 1:
         raise SpecError(
             message(
