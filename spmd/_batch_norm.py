@@ -67,7 +67,9 @@ def _batch_norm(
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     axes = _axes()
     count = torch.tensor(float(x.numel() // max(x.shape[1], 1)), dtype=wide.dtype, device="cpu")
-    total, count = _summed(wide.sum(dims), axes), _summed(count, axes).detach()
+    with torch.no_grad():  # so that the backward pass doesn't communicate for it
+        count = _summed(count, axes)
+    total = _summed(wide.sum(dims), axes)
     if planned_session() is None and not torch.compiler.is_compiling() and count <= 1:
         raise SpecError(
             message(
@@ -85,8 +87,10 @@ def _batch_norm(
         with torch.no_grad():
             running_mean.lerp_(mean.detach().to(running_mean.dtype), momentum)
             running_var.lerp_((var.detach() * (count / (count - 1))).to(running_var.dtype), momentum)
-    out = (away * torch.rsqrt(var + eps).view(shape)).to(x.dtype)
-    return out if weight is None or bias is None else out * weight.view(shape) + bias.view(shape)
+    out = away * torch.rsqrt(var + eps).view(shape)
+    if weight is not None and bias is not None:
+        out = out * weight.view(shape) + bias.view(shape)
+    return out.to(x.dtype)
 
 
 class _WholeBatch(TorchFunctionMode):

@@ -37,7 +37,7 @@ class Evaluated:
     Attributes:
         call: what was evaluated.
         value: this rank's value, 0-dim.
-        share: what the value is multiplied by in the sum over ranks.
+        share: what the value is multiplied by in the sum over ranks; on a GPU it may be in float64.
         aux: what the function returned besides its value.
         collectives: the collectives that the function ran.
         hooked: whether the function registered hooks with torch, which may be on any gradient.
@@ -45,17 +45,20 @@ class Evaluated:
 
     call: Call
     value: Tensor
-    share: float
+    share: float | Tensor
     aux: Auxiliary
     collectives: Tokens
     hooked: bool = False
 
-    def contribution(self, x: Tensor, axes: tuple[str, ...], share: float | None = None) -> Tensor:
+    def contribution(self, x: Tensor, axes: tuple[str, ...], share: float | Tensor | None = None) -> Tensor:
         """What this rank adds to a mean over `axes`; zeros if it has no samples, whatever `x` is."""
+        weight: float | Tensor
         weight, has_samples = self.call.weight(axes)
         weight = weight if share is None else share
         if not has_samples:
             return torch.zeros_like(x)
+        if isinstance(weight, Tensor):
+            return (x * weight).to(x.dtype)
         return x * weight if axes or weight != 1.0 else x
 
     def ends(self) -> list[Tensor]:

@@ -99,14 +99,15 @@ class Call:
         """This rank's share in a mean over `axes`, and whether it has any samples."""
         return (1.0, True) if self.region is None else self.plan.weight(axes, self.region.session.layout.axes)
 
-    def share(self, count: Tensor | None) -> float:
+    def share(self, count: Tensor | None) -> float | Tensor:
         """The weight of this rank's value in the mean over the mesh; a count is first summed over the ranks."""
         if count is None:
             return self.weight(self.over)[0]
         if self.region is not None and self.over:
             comm = self.region.session.comm(self.over)
             count = comm.all_reduced(count) if comm.size > 1 else count
-        return inverse(count)
+        # Reading it from a GPU would wait for all of the GPU's work.
+        return inverse(count) if count.is_cpu else count.reciprocal()
 
 
 def inverse(count: Tensor) -> float:

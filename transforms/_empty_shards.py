@@ -39,7 +39,7 @@ class EmptyShards(Plain):
 
 
 def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, out: Output | None) -> Output:
-    """`out`; on a rank that has `failed`, a copy of another rank's with zeros for its floats.
+    """`out`; on a rank that has `failed`, a copy of another rank's, with zeros for floats, on the same devices.
 
     Raises:
         Exception: `failed`, if no other rank can help.
@@ -52,7 +52,9 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
             assert out is not None
             return out
         able = [index for index, flag in enumerate(flags) if not flag]
-        mine = cloudpickle.dumps(trees.map(blank, _parts(out))) if able and able[0] == comm.rank else b""
+        parts = _parts(out)
+        on_host = [isinstance(leaf, Tensor) and leaf.is_cpu for leaf in trees.leaves(parts)]
+        mine = cloudpickle.dumps((trees.map(blank, parts), on_host)) if able and able[0] == comm.rank else b""
         described = comm.all_gather_bytes(mine)
     except SpmdError:
         if failed is not None:
@@ -63,8 +65,12 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
     if not able:
         assert failed is not None
         raise failed
-    parts = pickle.loads(described[able[0]])
-    return Output(*trees.map(lambda leaf: region.session.on_device(leaf) if isinstance(leaf, Tensor) else leaf, parts))
+    parts, on_host = pickle.loads(described[able[0]])
+    leaves, treedef = trees.flatten(parts)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not on_host[index]:
+            leaves[index] = region.session.on_device(leaf)
+    return Output(*trees.unflatten(treedef, leaves))
 
 
 def _parts(out: Output | None) -> tuple[Any, ...]:

@@ -71,7 +71,7 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
             )
         )
     if isinstance(count, Tensor) and count.numel() == 1 and not count.dtype.is_complex:
-        counted = count.detach().reshape(()).to(torch.float64)
+        counted = count.detach().reshape(()).to("cpu" if total.is_cpu else count.device, torch.float64)
     elif isinstance(count, numbers.Real):
         counted = torch.tensor(float(count), dtype=torch.float64, device="cpu")
     else:

@@ -46,6 +46,12 @@ def own() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if _own is None else _own
 
 
+def enter() -> None:
+    """Make this rank's GPU, if it has one, the current one of a new thread, in which the program's code will run."""
+    if _own is not None:
+        torch.cuda.set_device(_own)
+
+
 def fault() -> str:
     """The error that every CUDA call in this process raises from now on, as after a failed assertion in a kernel.
 

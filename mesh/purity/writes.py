@@ -74,7 +74,10 @@ class Watched:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     """The arguments that an operation of torch writes to, with their names."""
-    is_training = operation_name(func)[0] in _BATCH_NORMS and args[5]
+    name = operation_name(func)[0]
+    if name == "record_stream":  # declared as a write, but only keeps memory from being reused
+        return []
+    is_training = name in _BATCH_NORMS and args[5]
     return [
         (one.name, args[index] if index < len(args) else kwargs.get(one.name))
         for index, one in enumerate(arguments(func))

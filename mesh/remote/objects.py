@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...kernels.arguments import check_function
+from ...kernels.cuda import placement
 from ...kernels.errors import MeshError, message
 from ...kernels.network.codec import Message
 from .. import wire
@@ -173,6 +174,7 @@ class LiveObject:
         return methods
 
     def _serve(self) -> None:
+        placement.enter()
         while (call := self._ready.get()) is not None:
             self._run(self, call)
             del call  # else what it holds would live until the next call

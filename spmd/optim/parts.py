@@ -145,13 +145,14 @@ class _Division:
         for kind, members in self._kinds.items():
             for index in members:
                 if ranks[index] is not None:
-                    together.setdefault((kind, ranks[index], owners.get(index)), []).append(index)
-        remain = {key for (_, _, key), members in together.items() if key and members == self._members(key)}
+                    device = leaves[index].param.device
+                    together.setdefault((kind, ranks[index], owners.get(index), device), []).append(index)
+        remain = {key for (_, _, key, _), members in together.items() if key and members == self._members(key)}
         for key in {*owners.values()} - remain:
             self._dissolve(key)
         self.slices = tuple(
             self._slice(kind, some, along)
-            for (kind, along, key), members in together.items()
+            for (kind, along, key, _), members in together.items()
             for some in ([members] if key in remain else self._alike(members))
             if along is not None
         )

@@ -9,7 +9,17 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.nn.utils import parametrizations
 
-from spmd import SpecError, data_parallel, functional, functional_with_buffers, optimizer, put, spmd, value_and_grad
+from spmd import (
+    SpecError,
+    count_collectives,
+    data_parallel,
+    functional,
+    functional_with_buffers,
+    optimizer,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -144,6 +154,24 @@ def test_batch_norm_of_the_whole_batch(shared_mesh, size, momentum, samples):
         torch.testing.assert_close(buffers[name].full(), value)
 
 
+def test_a_synced_batch_norm_sums_no_count_in_the_backward_pass(shared_mesh):
+    """Counts are summed by the hosts, which wait for each other."""
+    apply, params, buffers = functional_with_buffers(nn.BatchNorm1d(3), sync=True)
+
+    def loss_fn(params, batch):
+        return apply(params, buffers, batch)[0].square().mean()
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(loss_fn)(params, batch)
+
+    with count_collectives() as counts:
+        step(params, torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    # Sums, counts and squares, and the gradients of sums and squares; those of the parameters are one more.
+    assert (len(counts.forward), len(counts.backward)) == (3, 3)
+
+
 def test_synced_batch_norm_elsewhere(shared_mesh):
     module = convolutions(0.1)
     apply, params, buffers = functional_with_buffers(module, sync=True)
@@ -156,6 +184,14 @@ def test_synced_batch_norm_elsewhere(shared_mesh):
     module.eval()
     apply, params, buffers = functional_with_buffers(module, sync=True)
     torch.testing.assert_close(apply(params, buffers, x)[0], module(x))
+
+
+def test_a_synced_batch_norm_keeps_the_dtype_of_its_input():
+    """As torch's does: in mixed precision, the input has 16 bits, and the parameters have 32."""
+    norm = nn.BatchNorm1d(3)
+    apply, params, buffers = functional_with_buffers(norm, sync=True)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(apply(params, buffers, x)[0], norm(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("samples", [0, 1])

@@ -777,6 +777,19 @@ def test_outside_a_region_shard_changes_nothing(outside):
     assert not any(isinstance(x, Sharded) for x in trees.leaves(opt_state, is_leaf=lambda x: isinstance(x, Sharded)))
 
 
+def test_parameters_stay_on_their_devices():
+    """As those of the host beside those of a GPU, for which "meta" stands here."""
+    opt = optimizer(optim.AdamW, lr=0.1, shard="data")
+    params = {"a": torch.ones(3), "b": torch.ones(3, device="meta"), "c": torch.ones(2)}
+    here = {name: leaf for name, leaf in params.items() if leaf.is_cpu}
+    opt_state, its = opt.init(params), opt.init(here)
+    for _ in range(2):
+        params, opt_state = opt.step(params, params, opt_state)
+        here, its = opt.step(here, here, its)
+    assert [leaf.device.type for leaf in params.values()] == ["cpu", "meta", "cpu"]
+    assert all(torch.equal(params[name], leaf) for name, leaf in here.items())
+
+
 def test_state_made_in_the_driver_enters_a_region(monkeypatch):
     opt = optimizer(optim.Adagrad, shard="data", initial_accumulator_value=0.5)
     params, grads = mixed(0), mixed(1)

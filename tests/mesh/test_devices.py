@@ -268,3 +268,26 @@ def test_numbers_beside_those_of_a_gpu_are_not_told() -> None:
     number, on_gpu = torch.tensor(2.0), SimpleNamespace(is_cuda=True)
     assert prints_of_scalars([number, number], (0, 1)) == 2 * bytes(number.numpy())
     assert prints_of_scalars([on_gpu, number], (0, 1)) == b""
+
+
+def test_objects_on_a_rank_compute_on_its_gpu(make_mesh: Callable[..., Mesh]) -> None:
+    """Each has a thread of its own, and CUDA begins a thread with GPU 0."""
+
+    def pretend() -> None:
+        from spmd.kernels.cuda import placement
+
+        own = threading.local()
+        torch.cuda.set_device = lambda device: setattr(own, "index", getattr(device, "index", device))
+        torch.cuda.current_device = lambda: getattr(own, "index", 0)
+        placement.take(1)
+
+    class Where:
+        def __init__(self) -> None:
+            self.at_first = torch.cuda.current_device()
+
+        def current(self) -> tuple[int, int]:
+            return self.at_first, torch.cuda.current_device()
+
+    mesh = make_mesh({"data": 1}, device="cpu")
+    mesh.run(pretend)
+    assert mesh.remote(Where, rank=0).current().get() == (1, 1)

@@ -20,6 +20,7 @@ from spmd import (
     functional,
     functional_with_buffers,
     grad,
+    mean_of,
     optimizer,
     pmean,
     psum,
@@ -340,6 +341,28 @@ def test_a_model_that_fails_on_no_samples_contributes_nothing(shared_mesh, backe
         assert_close({"value": value, **found}, {"value": wanted_value, **wanted}, 1e-6)
         torch.testing.assert_close(aux["mean"].full(), wanted_aux["mean"])
         assert aux["n"].item() == 7 and aux["name"] == "x" and aux["float"] == pytest.approx(wanted_aux["float"])
+
+
+def test_a_rank_without_samples_has_on_the_host_what_others_have_there(shared_mesh):
+    """On GPUs, too: counts and aux made on the host are summed by the hosts."""
+    mesh = shared_mesh({"data": 2})
+    refuses = Refuses()
+
+    def loss(w, batch):
+        return mean_of((refuses(batch) * w).sum(), len(batch)), torch.tensor([1.0, len(batch)])
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w, batch):
+        session, own = mesh.session, mesh.session.device
+        session.device = torch.device("meta")  # nothing is on it
+        try:
+            return value_and_grad(loss, has_aux=True)(w, batch)
+        finally:
+            session.device = own
+
+    (value, aux), gradient = step(torch.tensor(2.0), torch.tensor([3.0]))
+    assert (value.item(), aux.tolist(), gradient.item()) == (6.0, [1.0, 1.0], 3.0)
 
 
 @on_both

@@ -194,6 +194,13 @@ def test_outside_a_region() -> None:
     assert value.item() == 4.0 and gradient.item() == 2.0
 
 
+def test_a_count_that_is_not_on_the_host_is_not_read() -> None:
+    """On a GPU that would wait for all work there, and no graph could capture it. ("meta" has no values to read.)"""
+    w, x = torch.empty(3, device="meta"), torch.empty(3, device="meta")
+    value, gradient = value_and_grad(lambda w, x: mean_of((w * x).sum(), x.sum()))(w, x)
+    assert (value.shape, value.dtype, gradient.shape, gradient.dtype) == ((), w.dtype, w.shape, w.dtype)
+
+
 @pytest.mark.parametrize(
     ("total", "count", "text"),
     [

@@ -105,6 +105,18 @@ def test_flags_of_a_step_that_counts_its_calls(mesh: Mesh) -> None:
     assert torch.equal(x.full(), X)
 
 
+def test_an_argument_that_another_stream_uses(mesh: Mesh) -> None:
+    """Messages of GPUs, and the program's own streams, so keep memory from being reused; torch calls that a write."""
+
+    def step(x):
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("record_stream", lambda x, stream: None, "CPU")
+        x.record_stream(torch.Stream(stream_id=0, device_index=0, device_type=1))
+        return x.sum()
+
+    assert float(spmd(step, mesh=mesh)(put(X, mesh=mesh))) == float(X.sum())
+
+
 def test_an_argument_written_through_numpy(mesh: Mesh) -> None:
     """Torch knows nothing of that: it is found, though not prevented."""
 
