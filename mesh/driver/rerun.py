@@ -80,8 +80,8 @@ def blamed(tasks: Sequence[Task], dead: Mapping[int, int]) -> list[Task]:
     regions = {task.region for task in tasks if task.region}
     found = [task for task in tasks if task.region in dead.values() or -1 in dead.values()]
     for rank, region in dead.items():
-        if region not in regions:  # it was in the first other task that it has not done
-            undone = (task for task in tasks if not task.region and rank in task.ranks and rank not in _done(task))
+        if region not in regions:  # it was in the first task that it has not done, or on the way into that region
+            undone = (task for task in tasks if rank in task.ranks and rank not in _done(task))
             found += [task for task in itertools.islice(undone, 1) if task not in found]
     return found
 

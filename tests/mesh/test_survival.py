@@ -371,6 +371,22 @@ def test_a_call_that_ends_its_ranks_is_given_up(make_mesh):
     assert mesh.run(lambda: axis_index("data")) == [0, 1]
 
 
+def test_a_function_that_ends_ranks_as_they_read_it_is_given_up(make_mesh):
+    """As one does whose import crashes on the ranks."""
+
+    class Crashes:
+        def __reduce__(self):
+            return os._exit, (7,)
+
+    mesh, crashes = make_mesh({"data": 2}), Crashes()
+    w = put(torch.ones(2), mesh=mesh)
+    total = spmd(lambda w: psum(w, "data"), mesh=mesh)
+    assert total(w).tolist() == [2, 2]
+    with pytest.raises(PeerLost, match=r"exited with code 7.*has lost ranks 3 times in a row"):
+        spmd(lambda w: (crashes, w)[1], mesh=mesh)(w)
+    assert total(w).tolist() == [2, 2]
+
+
 def test_a_batch_that_ends_its_rank_is_given_up(make_mesh):
     """As a sample does on which a decoder crashes: whether or not steps were made before."""
 
