@@ -21,7 +21,7 @@ from ..hosts.moving import Moves, moves_of
 from .answers import Answers, Session
 from .pending import Outcome, Task
 from .ranks import Rank
-from .rerun import freed_meanwhile, send_again, send_read, tell, to_rerun
+from .rerun import blamed, freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
 
 INTERRUPT_SECONDS = 0.3  # after Ctrl-C, for calls under way to end by themselves
@@ -179,9 +179,8 @@ class Recovery:
         session.pending.tasks = {task.number: task for task in again}
         session.debugging.forget()
         dead = [rank.rank for rank in session.ranks.all if not rank.alive and rank.ready]
-        for task in again:
-            if any(session.ranks.region_of(rank) in (-1, task.region) for rank in dead):
-                task.again.losses += 1
+        for task in blamed(again, {rank: session.ranks.region_of(rank) for rank in dead}):
+            task.again.losses += 1
         try:
             with named_limits():
                 replaced = session.ranks.begin_anew()

@@ -8,8 +8,9 @@ in the order in which they were made.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .. import wire
 from ..failure import ranks_text
@@ -70,6 +71,21 @@ def _order(task: Task) -> tuple[bool, bool, int]:
     return task.region > 0, fetches, task.number
 
 
+def blamed(tasks: Sequence[Task], dead: Mapping[int, int]) -> list[Task]:
+    """Those of the tasks that are to run again in which ranks have died.
+
+    Args:
+        dead: rank -> the last region that it had entered; -1 if that is not known.
+    """
+    regions = {task.region for task in tasks if task.region}
+    found = [task for task in tasks if task.region in dead.values() or -1 in dead.values()]
+    for rank, region in dead.items():
+        if region not in regions:  # it was in the first task that it has not done, or on the way into that region
+            undone = (task for task in tasks if rank in task.ranks and rank not in _done(task))
+            found += [task for task in itertools.islice(undone, 1) if task not in found]
+    return found
+
+
 def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
     """Send a task again: a region to all ranks, with a new number; another task to ranks that have not done it."""
     again, ranks = task.again, _ranks_to_ask(task, replaced)
@@ -97,8 +113,12 @@ def send_read(session: Session, values: CallValues) -> None:
 def _ranks_to_ask(task: Task, replaced: Collection[int]) -> list[int]:
     if task.region:
         return [*task.ranks]
-    done = {rank for rank, (kind, _) in task.answers.items() if kind == "ok"}
+    done = _done(task)
     return [rank for rank in task.ranks if rank in replaced or rank not in done]
+
+
+def _done(task: Task) -> set[int]:
+    return {rank for rank, (kind, _) in task.answers.items() if kind == "ok"}
 
 
 def freed_meanwhile(tasks: Sequence[Task]) -> Spans:

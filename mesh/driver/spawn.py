@@ -42,8 +42,8 @@ class Zygote:
     """A running zygote; `fork` makes a rank from it."""
 
     def __init__(self) -> None:
-        self.driver_pid = os.getpid()
-        self._control, theirs = socket.socketpair()
+        control, theirs = socket.socketpair()
+        self._ask_on(control)
         try:
             self._process = self._started(theirs)
         except BaseException:
@@ -51,7 +51,10 @@ class Zygote:
             raise
         finally:
             theirs.close()
-        self._ready = False
+
+    def _ask_on(self, control: socket.socket) -> None:
+        self.driver_pid = os.getpid()
+        self._control, self._ready = control, False
         self._next: StandingBy | None = None
         self._lock = threading.Lock()
         self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
@@ -153,6 +156,7 @@ class Zygote:
             self.stand_alone()
             with self._lock:  # not while another mesh waits for its answer
                 self._control.close()
+            self._process.send_signal(signal.SIGCONT)  # stopped, it would not notice
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
 
@@ -167,6 +171,19 @@ class StandingBy(Zygote):
 
     def _started(self, theirs: socket.socket) -> Any:
         return ForkedProcess(*self._fork(StandBy(), [theirs.fileno()]))
+
+
+class Parent(Zygote):
+    """On a rank: the zygote that it was forked from, from which its readers are forked, too.
+
+    Args:
+        control: the rank's own socket to it.
+        pid: of the zygote.
+    """
+
+    def __init__(self, control: socket.socket, pid: int):
+        self._ask_on(control)
+        self._ready, self._process = True, ForkedProcess(pid, os.pidfd_open(pid))
 
 
 class ForkedProcess:

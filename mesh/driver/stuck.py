@@ -1,10 +1,10 @@
 """Ranks that are stuck: stopped, or waiting for what never comes. They are killed, and then count as dead.
 
 A death is noticed at once, and being slow is no fault. A rank is stuck if somebody waits for it and for `grace` seconds
-it begins no task or region and uses no processor time (nor does what it has started). Ranks that wait for others in a
-collective poll many times a second, so they are not stuck. Nor is a rank that may be waiting, at a lock file say, for a
-program that another rank has started, as compilers do. Invariant: a rank that a debugger traces, or that is at a
-debugger's prompt, is left alone, and so are its peers.
+it begins no task or region and uses no processor time (nor do its readers, or what it has started). Ranks that wait for
+others in a collective poll many times a second, so they are not stuck. Nor is a rank that may be waiting, at a lock
+file say, for a program that another rank has started, as compilers do. Invariant: a rank that a debugger traces, or
+that is at a debugger's prompt, is left alone, and so are its peers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...kernels.processes import status_of
@@ -31,8 +31,8 @@ class _Mark:
     """When a rank was last seen to do something, and how far it had got.
 
     Attributes:
-        cpu_nanoseconds: processor time, of it and of the processes it has started.
-        helpers: processor time of the processes that all ranks have started.
+        cpu_nanoseconds: processor time, of it, its readers and the processes it has started.
+        helpers: processor time of the readers of all ranks, and of the processes that they have started.
     """
 
     at: float
@@ -86,8 +86,8 @@ class Stuck:
             del self._marks[rank]
         if not awaited:
             return
-        times = {rank: _nanoseconds(one.pid) for rank, one in enumerate(ranks.all)}
-        helpers = sum(started for _, started in times.values())
+        times = _times([one.pid for one in ranks.all])
+        helpers = sum(started for _, started in times)
         for rank, (number, waited_for) in awaited.items():
             pid = ranks.all[rank].pid
             status = status_of(pid)
@@ -133,13 +133,41 @@ class Stuck:
         self._session.ranks.all[rank].signal(signal.SIGKILL)
 
 
+def _times(pids: Sequence[int]) -> list[tuple[int, int]]:
+    """For each rank, its processor time and that of its readers and the processes it has started that still run.
+
+    Readers are forked where their rank was, and belong to its process group.
+    """
+    readers: dict[int, list[int]] = {pid: [] for pid in pids}
+    for parent in {_parent_and_group(pid)[0] for pid in pids} - {0}:
+        for child in _children(parent, parent):
+            readers.get(_parent_and_group(child)[1], []).append(child)
+    found = []
+    for pid in pids:
+        own, started = _nanoseconds(pid)
+        found.append((own, started + sum(sum(_nanoseconds(one)) for one in readers[pid] if one != pid)))
+    return found
+
+
+def _parent_and_group(pid: int) -> tuple[int, int]:
+    with contextlib.suppress(OSError):
+        _, parent, group, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(parent), int(group)
+    return 0, 0
+
+
+def _children(pid: int, task: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [*map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())]
+    return []
+
+
 def _nanoseconds(pid: int) -> tuple[int, int]:
     """Processor time of a process, and that of the processes it has started that still run."""
     own = started = 0
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
+        for task in map(int, os.listdir(f"/proc/{pid}/task")):
             with contextlib.suppress(OSError):
                 own += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
-                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                started += sum(sum(_nanoseconds(int(child))) for child in children)
+                started += sum(sum(_nanoseconds(child)) for child in _children(pid, task))
     return own, started

@@ -49,9 +49,17 @@ class RankRequest(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReaderRequest(Message):
-    """To a rank's zygote: fork a reader; its socket and the memory for its notes come as descriptors."""
+    """To the zygote of a rank: fork a reader; its socket, the memory for its notes, standard output and error, and the
+    current folder come as descriptors.
+
+    Attributes:
+        index: its number on its rank.
+        path, environ: the rank's.
+    """
 
     index: int
+    path: tuple[str, ...]
+    environ: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The zygote: a process that has imported torch and run nothing, from which ranks are forked.
 
 Importing torch takes seconds, and a fork milliseconds; and a fork of the user's own process, in which torch's thread
-pool has run, would hang. A second zygote, forked from the first, stands by in case the first is killed. Invariants:
-this process never has a second thread; however the driver ends, the zygotes and all their ranks end, too.
+pool has run, would hang. Ranks have their readers forked here, too, each over a socket of its own. A second zygote,
+forked from the first, stands by in case the first is killed. Invariants: this process never has a second thread;
+however the driver ends, the zygotes and all their ranks end, too, and with a rank its readers.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 from typing import NoReturn
 
 from ...kernels.processes import end_with_parent
+from ..driver import spawn
 from ..readers import process as reader_process
 from . import process as rank_process  # this imports torch, which is what this process is for
-from .descriptors import Exited, Forked, ReaderRequest, Refused, StandBy, receive, send
+from .descriptors import Exited, Forked, RankRequest, ReaderRequest, Refused, StandBy, receive, send
 
 # Ranks need these to unpickle a program: imported here once, instead of for 0.05 s on each rank.
 PRELOADED = ("spmd.transforms", "spmd.optim.optimizer", "spmd._functional", "spmd.data.loader")
@@ -47,36 +49,51 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: set[int] = set()
+    children: dict[int, socket.socket] = {}  # pid -> where it was asked for
+    # The driver's socket, and one of each rank, with the process group of those that are asked for there.
+    sockets = {control.fileno(): (control, 0)}
     with contextlib.suppress(ConnectionError):  # the driver has closed it already, or is gone, which is noticed below
         control.sendall(b"R")
     waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
-    for fd in (control.fileno(), wake_read, driver):
+    for fd in (*sockets, wake_read, driver):
         waiting.register(fd, select.POLLIN)
-    while True:
+    while control.fileno() >= 0:
         readable = {fd for fd, _ in waiting.poll()}
         if driver in readable:
             break
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap(control, children)
-        if control.fileno() in readable:
-            request, fds = receive(control)
+            _reap(children)
+        for asked_on, group in [sockets[fd] for fd in readable if fd in sockets]:
+            request, fds = receive(asked_on)
             if request is None:
-                break
+                waiting.unregister(asked_on)
+                del sockets[asked_on.fileno()]
+                asked_on.close()
+                continue
+            ours = theirs = None
             try:
+                if isinstance(request, RankRequest):
+                    ours, theirs = socket.socketpair()
                 here, pid = os.getpid(), os.fork()
             except OSError as error:
+                for one in (ours, theirs):
+                    if one is not None:
+                        one.close()
                 for fd in fds:
                     os.close(fd)
-                send(control, Refused(error.errno or 0), [])
+                send(asked_on, Refused(error.errno or 0), [])
                 continue
             if pid == 0:
-                os.setpgid(0, 0)  # so that processes it starts end with it
+                with contextlib.suppress(OSError):  # its rank has just ended, so that it will end, too
+                    os.setpgid(0, group)  # so that processes that a rank starts, and its readers, end with it
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for fd in (control.detach(), wake_read, wake_write):
+                for one in (*(one for one, _ in sockets.values()), ours):
+                    if one is not None:
+                        one.close()
+                for fd in (wake_read, wake_write):
                     os.close(fd)
                 if isinstance(request, StandBy):
                     _serve(fds[0], driver)
@@ -84,6 +101,8 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                 end_with_parent(here)
                 code = 1
                 try:
+                    if theirs is not None:
+                        spawn.use(spawn.Parent(theirs, here))
                     reading = isinstance(request, ReaderRequest)
                     (reader_process if reading else rank_process).main(request, fds)
                     code = 0
@@ -97,12 +116,16 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
                         os.kill(os.getppid(), signal.SIGCONT)  # stopped, it would not notice the driver's end
                     os._exit(code)
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # parent and child both try: one is first
-            children.add(pid)
+                os.setpgid(pid, group)  # parent and child both try: one is first
+            children[pid] = asked_on
+            if ours is not None and theirs is not None:
+                theirs.close()
+                sockets[ours.fileno()] = ours, pid
+                waiting.register(ours, select.POLLIN)
             for fd in fds:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
-            send(control, Forked(pid), [pidfd])
+            send(asked_on, Forked(pid), [pidfd])
             os.close(pidfd)
     for pid in children:
         _end_group(pid)
@@ -110,12 +133,12 @@ def _serve(control_fd: int, driver: int) -> NoReturn:
 
 
 def _end_group(pid: int) -> None:
-    """Kill a rank, and processes that it has started and left behind."""
+    """Kill a rank, its readers, and processes that they have started and left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _reap(control: socket.socket, children: set[int]) -> None:
+def _reap(children: dict[int, socket.socket]) -> None:
     while children:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -123,6 +146,6 @@ def _reap(control: socket.socket, children: set[int]) -> None:
             return
         if pid == 0:
             return
-        children.discard(pid)
         _end_group(pid)
-        send(control, Exited(pid, os.waitstatus_to_exitcode(status)), [])
+        if (asked_on := children.pop(pid)).fileno() >= 0:
+            send(asked_on, Exited(pid, os.waitstatus_to_exitcode(status)), [])

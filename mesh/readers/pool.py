@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 from typing import Any
 
 from ...kernels.errors import MeshError, message
@@ -50,7 +51,7 @@ class Pool(Owned):
         super().__init__()
         self._job, self._what = job, what
         self._readers: list[_Reader | None] = [None] * count
-        self._zygote: spawn.Zygote | None = None  # this process's: all its pools share it, and it is kept
+        self._zygote: spawn.Zygote | None = None  # all pools of this process share it, and it is kept
         self._shipped: wire.Packet | None = None
         self._numbers = 0
         self._answers: dict[int, tuple[Any, wire.Packet]] = {}
@@ -145,8 +146,13 @@ class Pool(Owned):
             mine, theirs = socket.socketpair()
             note = Note(self._board, index)
             note.write("")
+            request = ReaderRequest(index, tuple(map(str, sys.path)), dict(os.environ))
             with theirs, named_limits():
-                pid, pidfd = self._zygote.fork(ReaderRequest(index), [theirs.fileno(), self._board_fd])
+                folder = os.open(".", os.O_PATH)
+                try:
+                    pid, pidfd = self._zygote.fork(request, [theirs.fileno(), self._board_fd, 1, 2, folder])
+                finally:
+                    os.close(folder)
             found = self._readers[index] = _Reader(pid, pidfd, mine, note)
             wire.send(mine, self._shipped)
         return found

@@ -1,6 +1,7 @@
 """A reader: a process beside a rank that reads what the rank asks for, one request after another.
 
-It is forked from the rank's own zygote, in which torch has never run, and ends when the rank closes the socket.
+It is forked from the zygote that its rank was forked from, or, beside a launched rank, from one of the rank's own. It
+ends when the rank closes the socket.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import mmap
 import os
 import socket
+import sys
 from typing import Any
 
 import torch
@@ -50,13 +52,26 @@ note = Note()
 
 
 def main(request: ReaderRequest, fds: list[int]) -> None:
-    """Serve a rank until its socket ends."""
-    global note
-    control, board = fds
+    """Serve a rank, in its surroundings, until its socket ends."""
+    control, board, out, err, folder = fds
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.fchdir(folder)
+    for fd in (out, err, folder):
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request.environ)
+    sys.path[:] = request.path
     open_more_files()
+    serve(control, board, request.index)
+
+
+def serve(control: int, board: int, index: int) -> None:
+    """Do what a rank asks for until its socket ends."""
+    global note
     keep_some_freed_memory()
     torch.set_num_threads(1)
-    note = Note(mmap.mmap(board, 0), request.index)
+    note = Note(mmap.mmap(board, 0), index)
     os.close(board)
     with socket.socket(fileno=control) as connection:
         incoming, job = wire.Receiver(connection), None

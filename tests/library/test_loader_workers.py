@@ -12,13 +12,13 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from host_processes import parent_of
 from patience import running, until
 from scripts import launched, script
 from torch.utils.data import Dataset
 
 from spmd import Loader, MeshError, SpecError, Stream
 from spmd.mesh import protocol, wire
-from spmd.mesh.rank.descriptors import ReaderRequest
 from spmd.mesh.readers import process
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -96,6 +96,36 @@ def test_workers_are_processes_of_their_own_and_go_with_the_loader(shared_mesh):
     del loader
     mesh.run(lambda: None)
     assert until(lambda: not any(map(running, pids)))
+
+
+class Surroundings(Noisy):
+    """Where a sample was read."""
+
+    def __getitem__(self, index):
+        found = os.getcwd(), os.environ.get("READ_FOR"), sys.path[0], os.getppid(), os.getpid()
+        return {"id": index, "found": torch.tensor(list(repr(found).encode().ljust(1000)))}
+
+
+def test_workers_have_the_surroundings_of_their_rank_and_end_with_it(make_mesh, tmp_path):
+    """They are forked where the rank was, so that the rank that replaces a dead one has its own in milliseconds."""
+    mesh = make_mesh({"data": 2})
+
+    def changed(folder):
+        os.chdir(folder)
+        os.environ["READ_FOR"] = sys.path[0] = str(mesh.rank)
+
+    def reads(loader):
+        return [eval(bytes(shard[0].tolist())) for shard in next(iter(loader))["found"].shards()]
+
+    mesh.run(changed, str(tmp_path))
+    loader = Loader(Surroundings(8), 2, mesh=mesh, shuffle=False, workers=1)
+    found = reads(loader)
+    (forks,) = {parent_of(pid) for pid in mesh.run(os.getpid)}
+    assert [one[:4] for one in found] == [(str(tmp_path), str(rank), str(rank), forks) for rank in range(2)]
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    assert until(lambda: not running(found[1][4])) and running(found[0][4])
+    again = reads(loader)
+    assert again[0] == found[0] and again[1][3] == forks and again[1][4] != found[1][4]
 
 
 def test_an_exception_names_the_sample_and_the_loader_goes_on(shared_mesh):
@@ -236,4 +266,4 @@ def test_a_reader_whose_rank_ends_meanwhile_says_nothing(monkeypatch):
     board = os.memfd_create("notes")
     os.ftruncate(board, process.NOTE_BYTES)
     monkeypatch.setattr(process, "note", process.note)
-    process.main(ReaderRequest(0), [theirs.detach(), board])
+    process.serve(theirs.detach(), board, 0)

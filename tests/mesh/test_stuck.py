@@ -135,7 +135,7 @@ def test_a_rank_that_loops_in_c_while_another_waits(
 
 
 def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
-    """One that computes, one whose programs do, those that wait for one of these, and one that serves."""
+    """One that computes, one whose programs or readers do, those that wait for one of these, and one that serves."""
     pids = mesh.driver.pids
     lock = str(tmp_path / "lock")
 
@@ -164,6 +164,18 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     assert mesh.run(late, "waits for programs that compute") == [2.0, 2.0]
     assert mesh.run(late, "waits for programs of another") == [2.0, 2.0]
     assert mesh.submit(time.sleep, 3 * GRACE, rank=1).result(HANGS) is None
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            end = time.monotonic() + 3 * GRACE
+            while time.monotonic() < end:
+                pass
+            return index
+
+    assert [batch.full().tolist() for batch in Loader(Slow(), 2, mesh=mesh, shuffle=False, workers=1)] == [[0, 1]]
     assert mesh.driver.pids == pids
 
 

@@ -371,6 +371,45 @@ def test_a_call_that_ends_its_ranks_is_given_up(make_mesh):
     assert mesh.run(lambda: axis_index("data")) == [0, 1]
 
 
+def test_a_function_that_ends_ranks_as_they_read_it_is_given_up(make_mesh):
+    """As one does whose import crashes on the ranks."""
+
+    class Crashes:
+        def __reduce__(self):
+            return os._exit, (7,)
+
+    mesh, crashes = make_mesh({"data": 2}), Crashes()
+    w = put(torch.ones(2), mesh=mesh)
+    total = spmd(lambda w: psum(w, "data"), mesh=mesh)
+    assert total(w).tolist() == [2, 2]
+    with pytest.raises(PeerLost, match=r"exited with code 7.*has lost ranks 3 times in a row"):
+        spmd(lambda w: (crashes, w)[1], mesh=mesh)(w)
+    assert total(w).tolist() == [2, 2]
+
+
+def test_a_batch_that_ends_its_rank_is_given_up(make_mesh):
+    """As a sample does on which a decoder crashes: whether or not steps were made before."""
+
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            if index == 9:
+                os._exit(7)
+            return torch.tensor(index)
+
+    mesh = make_mesh({"data": 2})
+    total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
+    for prefetch, sums in ((0, [6, 22]), (4, None)):
+        found = []
+        with pytest.raises(PeerLost, match=r"rank 1 exited with code 7.*a batch has lost ranks 3 times in a row"):
+            for batch in Loader(Broken(), 4, mesh=mesh, shuffle=False, prefetch=prefetch):
+                found.append(total(batch).item())
+        assert sums is None or found == sums
+    assert total(put(torch.arange(4), P("data"), mesh=mesh)).item() == 6
+
+
 def test_an_exception_is_not_retried(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
