@@ -169,18 +169,28 @@ def _key(tensor: Tensor) -> int:
     return storage(tensor) or id(tensor)
 
 
+def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(
+        (name in _PROBABILITIES and value == 0.0) or (name in ("train", "training") and not value)
+        for name, value in _arguments_of(func, args, kwargs)
+    )
+
+
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws from the generator that the region has seeded on each rank."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not is_random(func, args, kwargs):
         return False
-    for index, argument in enumerate(arguments(func)):
-        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-        if argument.name == "generator" and value is not None:
-            return False  # the body's own, whose seed is not known
-        if (argument.name in _PROBABILITIES and value == 0.0) or (argument.name in ("train", "training") and not value):
-            return False
+    if any(name == "generator" and value is not None for name, value in _arguments_of(func, args, kwargs)):
+        return False  # the body's own, whose seed is not known
     region = current()
     return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
+
+
+def _arguments_of(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]:
+    """The names and values of an operation's arguments."""
+    for index, argument in enumerate(arguments(func)):
+        yield argument.name, args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
 
 
 def _of_random_numbers(net: Net) -> Varying:
