@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.torch_compiled import eagerly
-from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
+from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, version, without_torch_function
 from ...kernels.word_key import word_key
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
 from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
-from .statistics import joins_samples
+from .statistics import joins_samples, sample_of
 
 # Their results take an input's shape, and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -98,7 +98,7 @@ class _Join:
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
         self.written: list[Any] = []
         self.changed: list[Any] = []  # those of them that really change
-        self._inputs: set[int] = set()
+        self._inputs: dict[int, int | None] = {}  # with their versions, which autograd gives to views of them
         written = dict(written_by(func, args, kwargs))
         for name, value in written.items():
             if name == "state_steps":  # counts of steps: fused optimizers compute each from itself only
@@ -110,7 +110,7 @@ class _Join:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if not isinstance(value, Tensor | list | tuple):
                 continue
-            self._inputs.update(_key(tensor) for tensor in tensors_in(value))
+            self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
             if overwrites and argument.name in written:
                 continue
             if isinstance(value, Tensor):
@@ -121,6 +121,8 @@ class _Join:
         self._overwrites = overwrites
         shapes_only = self._name in _SHAPES_ONLY
         self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
+        if len({varying.row for varying, each in self.reads if varying.origins and each is None} - {None}) > 1:
+            self._all = self._all._replace(statistic=f"{self._name} at {self._all.line}")
         if _draws(func, args, kwargs):
             self._all = joined([self._all, _of_random_numbers(net)])
 
@@ -154,8 +156,10 @@ class _Join:
                 varying = self._at(index, len(outputs))
                 if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
                     varying = varying._replace(statistic=f"{self._name} at {varying.line}")
+                elif net.samples > 1 and varying.origins and varying.row is None:
+                    varying = varying._replace(row=sample_of(*self._call, net.samples, index))
                 if _key(tensor) in self._inputs:
-                    net.view(tensor, varying)
+                    net.view(tensor, varying, self._inputs[_key(tensor)])
                 else:
                     net.made(tensor, varying)
 
