@@ -24,7 +24,7 @@ from ...kernels.word_key import word_key
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
-from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
+from .net import NOWHERE, RANDOM, Net, Varying, activate, active, joined, nbytes, numbers_in
 from .statistics import joins_samples, sample_of
 
 # Their results take an input's shape, and nothing of its values.
@@ -200,7 +200,7 @@ def _arguments_of(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, A
 def _of_random_numbers(net: Net) -> Varying:
     region = current()
     axes = net.axes if region is None else net.axes - region.alike
-    return Varying(dict.fromkeys(axes, "random numbers, which each rank draws for itself"))
+    return Varying(dict.fromkeys(axes, RANDOM))
 
 
 class _Layers:

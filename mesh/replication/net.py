@@ -106,6 +106,7 @@ class Varying(NamedTuple):
 
 
 NOWHERE = Varying({})
+RANDOM = "random numbers, which each rank draws for itself"  # an origin
 
 
 def joined(parts: Iterable[Varying]) -> Varying:
