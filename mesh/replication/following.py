@@ -154,10 +154,11 @@ class _Join:
                 if id(tensor) in changed:
                     continue
                 varying = self._at(index, len(outputs))
-                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
-                    varying = varying._replace(statistic=f"{self._name} at {varying.line}")
-                elif net.samples > 1 and varying.origins and varying.row is None:
-                    varying = varying._replace(row=sample_of(*self._call, net.samples, index))
+                if net.samples > 1 and varying.origins and varying.row is None:
+                    if self._joins_samples(index, tensor):
+                        varying = varying._replace(statistic=f"{self._name} at {varying.line}")
+                    else:
+                        varying = varying._replace(row=sample_of(*self._call, net.samples, index))
                 if _key(tensor) in self._inputs:
                     net.view(tensor, varying, self._inputs[_key(tensor)])
                 else:

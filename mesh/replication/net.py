@@ -117,7 +117,6 @@ def joined(parts: Iterable[Varying]) -> Varying:
         if part.origins:
             origins, statistic = {**part.origins, **origins}, statistic or part.statistic
             rows.add(part.row)
-    rows.discard(None)
     return Varying(origins, user_line(), statistic, rows.pop() if len(rows) == 1 else None) if origins else NOWHERE
 
 

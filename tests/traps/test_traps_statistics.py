@@ -149,6 +149,8 @@ def one_by_one(p: Any, b: Any) -> Any:
     for step in b["x"].T:
         last = step + 0.9 * last
     x = torch.stack([torch.cat([row[:3] - row[0] * row[1], row[3:]]) for row in b["x"]])
+    table = b["x"][:, :1] * torch.arange(10.0)  # each sample has as many numbers as there are samples here
+    last = last + torch.stack([row.mean() + row[0] - row[1] for row in table])
     return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last)
 
 
