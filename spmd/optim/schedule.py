@@ -57,6 +57,19 @@ class Schedule:
     def __reduce__(self) -> Any:
         return Schedule, (self._given, self._starts, self._own)
 
+    def check_rate(self, rate: Any) -> None:
+        """Refuse another learning rate beside it: torch's `LambdaLR` would multiply that by what its function gives."""
+        first = rate if self._function is None else self._function(0)
+        if bool(first != rate):
+            raise SpecError(
+                message(
+                    "optimizer got an lr= beside a schedule= that gives the learning rate itself, no factor",
+                    got=f"lr={rate!r}, and {first!r} for step 0",
+                    remedy="leave out lr=; or, for a factor, "
+                    "schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)",
+                )
+            )
+
     def at(self, step: int, hypers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The hyper-parameters for a step, counted from 0; those that are not scheduled as in `hypers`."""
         if self._function is not None:

@@ -326,6 +326,11 @@ def spmd_module(name):
         ({"groups": [{"params": ["w"], "momentum": 1}]}, "AdamW does not take 'momentum'"),
         ({"schedule": "cosine"}, r"unexpected argument 'schedule'.*as in schedule=lambda opt: StepLR\(opt"),
         ({"schedule": lambda step: "fast"}, "schedule= made no scheduler"),
+        (
+            {"schedule": lambda step: 0.5**step, "lr": 0.1},
+            r"no factor \(got lr=0.1, and 1.0 for step 0\).*LambdaLR\(opt",
+        ),
+        ({"schedule": 0.2, "lr": 0.1}, "leave out lr="),
         ({"schedule": lambda opt: lr_scheduler.ReduceLROnPlateau(opt)}, "ReduceLROnPlateau looks at a metric"),
         ({"schedule": lr_scheduler.StepLR}, "missing 1 required positional argument: 'step_size'"),
         ({"schedule": lambda step: 0.1, "groups": [{"params": ["w"], "lr": 1.0}]}, "learning rate of its own"),
