@@ -177,7 +177,8 @@ def _key(tensor: Tensor) -> int:
 def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
     return torch.Tag.nondeterministic_seeded in func.tags and not any(
-        (name in _PROBABILITIES and value == 0.0) or (name in ("train", "training") and not value)
+        (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
+        or (name in ("train", "training") and not value)
         for name, value in _arguments_of(func, args, kwargs)
     )
 
