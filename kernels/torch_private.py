@@ -187,7 +187,7 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-# -- the tape ----------------------------------------------------------------------------------------------------------
+# -- the tape, and transforms of torch.func ----------------------------------------------------------------------------
 
 
 def saved(node: Node, name: str) -> Any:
@@ -240,7 +240,9 @@ def has_step_hooks() -> bool:
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-# -- transforms of torch.func ------------------------------------------------------------------------------------------
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether hooks for a tensor's gradient are registered. Public way: none; they can be registered, not listed."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def in_torch_func() -> bool:
@@ -320,9 +322,7 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def compiler_listens() -> bool:
-    """Whether a compiled function is running, which has called plain Python code. Public way:
-    `torch.compiler.is_compiling`, which is true only while it traces.
-    """
+    """Whether a compiled function runs and has called plain Python. Public way: `is_compiling`, true while tracing."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 

@@ -21,6 +21,7 @@ from . import trees
 from .array import Meta, meta
 from .failure import ranks_text
 from .replication import values
+from .replication.net import RANDOM
 from .replication.values import Check
 from .spec import Layout, P, ragged_shape
 
@@ -233,6 +234,8 @@ def refuse_varying(layout: Layout, leaf: OutputMeta, what: str, where: str) -> N
 def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str, *, is_tensor: bool) -> SpecError:
     remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
     remedy = remedy if is_tensor else f"return a tensor, and {remedy}"
+    if RANDOM in problem:  # a mean of noise is smaller
+        remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"
     return SpecError(message(problem, got=got, where=where, remedy=remedy))
 
 

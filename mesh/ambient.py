@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.errors import SpecError, message
+from .array import WAY
 from .rank import counted
 
 _DEVICES = ("cpu", "cuda")
@@ -74,6 +76,17 @@ def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
     if settings is None and torch.get_default_dtype() is _USUAL.dtype:
         return torch.enable_grad()
     return _under(settings or _USUAL)
+
+
+def made_within_torch_func(where: str) -> SpecError:
+    """What to raise for a call within a transform of `torch.func`, whose tensors have no memory to send or keep."""
+    return SpecError(
+        message(
+            "a call for the ranks was made within a transform of torch.func (grad, vmap, ...), which it can't follow",
+            where=where,
+            remedy=f"vmap within the @spmd function, and {WAY}",
+        )
+    )
 
 
 @contextlib.contextmanager

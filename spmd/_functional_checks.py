@@ -11,7 +11,7 @@ from torch import nn
 
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
-from .kernels.torch_private import in_torch_func
+from .kernels.torch_private import has_hooks, in_torch_func
 from .mesh.region import current, planned_session
 from .mesh.strides import is_frozen
 
@@ -65,6 +65,13 @@ def check_module(module: Any, *, sync: bool = False) -> None:
                 message(
                     f"functional got a module whose {name!r} is not initialised yet",
                     remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
+                )
+            )
+        if has_hooks(tensor):
+            raise SpecError(
+                message(
+                    f"functional got a module whose {name!r} has a hook for its gradient, which would never be called",
+                    remedy=f"remove it, and change the gradient in the step: grads[{name!r}] = grads[{name!r}] * mask",
                 )
             )
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, SpecError, SpmdError, message
+from ...kernels.errors import MeshError, SpmdError, message
 from ...kernels.torch_private import in_torch_func
 from .. import protocol, wire
-from ..array import WAY, Array
+from ..ambient import made_within_torch_func
+from ..array import Array
 from ..protocol import Spans
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
@@ -32,14 +33,7 @@ def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, 
         return session.dumps(obj)
     except wire.Unsendable as error:
         if in_torch_func():
-            raise SpecError(
-                message(
-                    "a call for the ranks was made within a transform of torch.func (grad, vmap, ...), which it can't "
-                    "follow",
-                    where=session.describe(),
-                    remedy=f"vmap within the @spmd function, and {WAY}",
-                )
-            ) from None
+            raise made_within_torch_func(session.describe()) from None
         found = unpicklable_among(parts(), session.whole)
         raise MeshError(
             message(

@@ -19,9 +19,11 @@ import torch
 
 from ...kernels.call import other_calls
 from ...kernels.flat import storages
+from ...kernels.torch_private import in_torch_func
 from ...kernels.word_key import word_key
 from .. import agreement, trees
 from ..agreement import path_in
+from ..ambient import made_within_torch_func
 from ..array import Array, Meta
 from ..batch import Deal
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
@@ -79,7 +81,12 @@ class LaunchedCall:
                 specs.append(source.hints[leaf._index].spec)
                 continue
             if isinstance(leaf, torch.Tensor):
-                theirs |= storages(leaf)
+                try:
+                    theirs |= storages(leaf)
+                except NotImplementedError:
+                    if in_torch_func():
+                        raise made_within_torch_func(self._mesh.describe()) from None
+                    raise
             values.append(leaf)
         try:
             outcome = launched.call(self._session, lambda: self._run(values, specs, key, check, deal), self._name)

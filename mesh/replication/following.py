@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.torch_compiled import eagerly
-from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, without_torch_function
+from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, version, without_torch_function
 from ...kernels.word_key import word_key
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
-from .net import NOWHERE, Net, Varying, activate, active, joined, nbytes, numbers_in
-from .statistics import joins_samples
+from .net import NOWHERE, RANDOM, Net, Varying, activate, active, joined, nbytes, numbers_in
+from .statistics import joins_samples, sample_of
 
 # Their results take an input's shape, and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -98,7 +98,7 @@ class _Join:
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
         self.written: list[Any] = []
         self.changed: list[Any] = []  # those of them that really change
-        self._inputs: set[int] = set()
+        self._inputs: dict[int, int | None] = {}  # with their versions, which autograd gives to views of them
         written = dict(written_by(func, args, kwargs))
         for name, value in written.items():
             if name == "state_steps":  # counts of steps: fused optimizers compute each from itself only
@@ -110,7 +110,7 @@ class _Join:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if not isinstance(value, Tensor | list | tuple):
                 continue
-            self._inputs.update(_key(tensor) for tensor in tensors_in(value))
+            self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
             if overwrites and argument.name in written:
                 continue
             if isinstance(value, Tensor):
@@ -121,6 +121,8 @@ class _Join:
         self._overwrites = overwrites
         shapes_only = self._name in _SHAPES_ONLY
         self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
+        if len({varying.row for varying, each in self.reads if varying.origins and each is None} - {None}) > 1:
+            self._all = self._all._replace(statistic=f"{self._name} at {self._all.line}")
         if _draws(func, args, kwargs):
             self._all = joined([self._all, _of_random_numbers(net)])
 
@@ -152,10 +154,13 @@ class _Join:
                 if id(tensor) in changed:
                     continue
                 varying = self._at(index, len(outputs))
-                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
-                    varying = varying._replace(statistic=f"{self._name} at {varying.line}")
+                if net.samples > 1 and varying.origins and varying.row is None:
+                    if self._joins_samples(index, tensor):
+                        varying = varying._replace(statistic=f"{self._name} at {varying.line}")
+                    else:
+                        varying = varying._replace(row=sample_of(*self._call, net.samples, index))
                 if _key(tensor) in self._inputs:
-                    net.view(tensor, varying)
+                    net.view(tensor, varying, self._inputs[_key(tensor)])
                 else:
                     net.made(tensor, varying)
 
@@ -169,24 +174,35 @@ def _key(tensor: Tensor) -> int:
     return storage(tensor) or id(tensor)
 
 
+def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
+    return torch.Tag.nondeterministic_seeded in func.tags and not any(
+        (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
+        or (name in ("train", "training") and not value)
+        for name, value in _arguments_of(func, args, kwargs)
+    )
+
+
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws from the generator that the region has seeded on each rank."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not is_random(func, args, kwargs):
         return False
-    for index, argument in enumerate(arguments(func)):
-        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-        if argument.name == "generator" and value is not None:
-            return False  # the body's own, whose seed is not known
-        if (argument.name in _PROBABILITIES and value == 0.0) or (argument.name in ("train", "training") and not value):
-            return False
+    if any(name == "generator" and value is not None for name, value in _arguments_of(func, args, kwargs)):
+        return False  # the body's own, whose seed is not known
     region = current()
     return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
+
+
+def _arguments_of(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]:
+    """The names and values of an operation's arguments."""
+    for index, argument in enumerate(arguments(func)):
+        yield argument.name, args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
 
 
 def _of_random_numbers(net: Net) -> Varying:
     region = current()
     axes = net.axes if region is None else net.axes - region.alike
-    return Varying(dict.fromkeys(axes, "random numbers, which each rank draws for itself"))
+    return Varying(dict.fromkeys(axes, RANDOM))
 
 
 class _Layers:

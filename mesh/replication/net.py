@@ -86,12 +86,14 @@ class Varying(NamedTuple):
     Attributes:
         origins: axis -> the first cause: `argument batch['x']`.
         line: where the user's program last computed with it: `train.py:12`.
-        statistic: the operation that computed it from all of this rank's samples, if any: `mean at train.py:12`.
+        statistic: the operation that computed it from several of this rank's samples, if any: `mean at train.py:12`.
+        row: which of this rank's samples it comes of, if it is known to be one.
     """
 
     origins: dict[str, str]
     line: str = ""
     statistic: str = ""
+    row: int | None = None
 
     @property
     def axes(self) -> frozenset[str]:
@@ -104,16 +106,18 @@ class Varying(NamedTuple):
 
 
 NOWHERE = Varying({})
+RANDOM = "random numbers, which each rank draws for itself"  # an origin
 
 
 def joined(parts: Iterable[Varying]) -> Varying:
     """How something computed from several parts varies: along each axis that one of them varies along."""
     origins: dict[str, str] = {}
-    statistic = ""
+    statistic, rows = "", set()
     for part in parts:
         if part.origins:
             origins, statistic = {**part.origins, **origins}, statistic or part.statistic
-    return Varying(origins, user_line(), statistic) if origins else NOWHERE
+            rows.add(part.row)
+    return Varying(origins, user_line(), statistic, rows.pop() if len(rows) == 1 else None) if origins else NOWHERE
 
 
 class Net:
@@ -150,8 +154,9 @@ class Net:
         origins = {name: origin or before.get(name, "") for name in axes & self.axes}
         self.note(tensor, Varying(origins, user_line() if origins else ""))
 
-    def note(self, tensor: Any, varying: Varying) -> None:
-        tensor._spmd_varying = (self, version(tensor), varying)
+    def note(self, tensor: Any, varying: Varying, number: int | None = None) -> None:
+        """Note how this object differs, while its version is the present one, or `number`."""
+        tensor._spmd_varying = (self, version(tensor) if number is None else number, varying)
 
     def enter(self, tensors: Sequence[tuple[Tensor, Varying]]) -> None:
         """Note how tensors that were not followed so far differ.
@@ -175,11 +180,10 @@ class Net:
     def averaged(self, tensor: Any) -> frozenset[str]:
         return getattr(tensor, "_spmd_averaged", frozenset())
 
-    def view(self, tensor: Tensor, varying: Varying) -> None:
+    def view(self, tensor: Tensor, varying: Varying, number: int | None = None) -> None:
         """Note how a tensor differs that shares another's memory."""
-        before = self.of(tensor)
-        if before.origins != varying.origins or before.statistic != varying.statistic:
-            self.note(tensor, varying)
+        if self.of(tensor)._replace(line="") != varying._replace(line=""):
+            self.note(tensor, varying, number)
 
     def made(self, tensor: Tensor, varying: Varying) -> None:
         """Note how a tensor differs that has new memory, or was overwritten as a whole."""

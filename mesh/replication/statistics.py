@@ -43,3 +43,13 @@ def joins_samples(
         dim = args[at] if at < len(args) else kwargs.get("dim", -1)
         return index == 0 and dim % given.dim() == 0 and result.is_floating_point()
     return name in _REDUCTIONS and (not result.dim() or result.shape[0] != samples)
+
+
+def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:
+    """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`."""
+    name, _ = operation_name(func)
+    if name not in ("select", "unbind") or args[0].is_nested:
+        return None
+    if args[0].shape[0] != samples or (*args, 0)[1] % args[0].dim():
+        return None
+    return index if name == "unbind" else args[2] % samples

@@ -93,9 +93,10 @@ def optimizer(
             tree of booleans) and the options of these parameters: `{"params": is_bias, "weight_decay": 0.0}`. A
             parameter belongs to the first group that names it; the rest are stepped with `hyper`. Numbers start out in
             `opt_state["groups"]`, one dictionary for each group.
-        schedule: the learning rate of every step: a number, or a function of the step's number, from 0; or a class of
-            `torch.optim.lr_scheduler`, or a function of an optimizer that makes one, such as
-            `lambda opt: CosineAnnealingLR(opt, T_max=100)`. Steps are counted in `opt_state["count"]`.
+        schedule: the learning rate of every step, instead of `lr`: a number, or a function of the step's number, from
+            0, that gives the rate itself, no factor; or a class of `torch.optim.lr_scheduler`, or a function of an
+            optimizer that makes one, such as `lambda opt: CosineAnnealingLR(opt, T_max=100)`, which begin with `lr`.
+            Steps are counted in `opt_state["count"]`.
         clip: the largest norm of all gradients together; they are scaled down to it, as
             `torch.nn.utils.clip_grad_norm_` does. (That function itself has no effect in a step, where no tensor has
             `.grad`.)
@@ -131,6 +132,8 @@ def optimizer(
     if clip is not None:
         clipping.check(clip)
     scheduled = None if schedule is None else Schedule(schedule, starts, owned)
+    if scheduled is not None and "lr" in hyper:
+        scheduled.warn_of_factor(hyper["lr"])
     recipe = Recipe(
         engines,
         shard,

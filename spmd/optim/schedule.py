@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from ..kernels.callsite import warn
 from ..kernels.errors import SpecError, message
 
 _FORMS = (
@@ -56,6 +57,17 @@ class Schedule:
 
     def __reduce__(self) -> Any:
         return Schedule, (self._given, self._starts, self._own)
+
+    def warn_of_factor(self, rate: Any) -> None:
+        """Warn if it begins above the `lr=` beside it, as a factor for torch's `LambdaLR` does that decays from 1."""
+        first = None if self._function is None else self._function(0)
+        if isinstance(first, int | float) and isinstance(rate, int | float) and 0 < rate < first:
+            problem = "schedule= gives the learning rate itself, no factor for that of lr="
+            remedy = (
+                "leave out lr=; or, for a factor, schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)"
+            )
+            told = message(problem, got=f"lr={rate!r}, and {first!r} for step 0", remedy=remedy)
+            warn(told)
 
     def at(self, step: int, hypers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The hyper-parameters for a step, counted from 0; those that are not scheduled as in `hypers`."""

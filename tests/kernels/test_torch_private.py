@@ -182,6 +182,16 @@ def hooks_made() -> None:
     assert torch_private.hooks_made() >= before + 2
 
 
+def has_hooks() -> None:
+    for register in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+        x = torch.ones(1, requires_grad=True)
+        assert not torch_private.has_hooks(x)
+        handle = register(x, lambda _: None)
+        assert torch_private.has_hooks(x)
+        handle.remove()
+        assert not torch_private.has_hooks(x)
+
+
 def in_torch_func() -> None:
     seen = []
 
@@ -308,6 +318,7 @@ PARTS: dict[Callable[[], None], str] = {
     order: "gradients of linear layers computed in their buckets",
     in_backward: "refusing gradients of the batch under shards=, and backward passes within another",
     hooks_made: "leaving a backward pass to torch where the function has hooks",
+    has_hooks: "refusing modules whose parameters have hooks",
     has_step_hooks: "calling hooks that a program has given every optimizer's step",
     in_torch_func: "collectives and grad within transforms of torch.func",
     tables: "functional, and looking for changes of captured modules",

@@ -457,6 +457,16 @@ def test_hooks_run():
     assert torch.equal(apply(params, torch.ones(1, 2)), module(torch.ones(1, 2)))
 
 
+@pytest.mark.parametrize("register", [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook])
+def test_hooks_of_parameters_are_refused_as_they_would_not_run(register):
+    module = nn.Sequential(nn.Linear(2, 2))
+    handle = register(module[0].weight, lambda gradient: None)
+    with pytest.raises(SpecError, match=r"'0.weight' has a hook .* never be called: .* step: grads\['0.weight'\]"):
+        functional(module)
+    handle.remove()
+    functional(module)
+
+
 def test_plain_tensors_stay_even_those_with_a_history():
     class Derived(nn.Module):
         def __init__(self):

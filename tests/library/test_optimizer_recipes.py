@@ -338,6 +338,14 @@ def test_what_is_refused_at_once(options, text):
         optimizer(optim.AdamW, **options)
 
 
+def test_a_factor_given_as_a_rate():
+    with pytest.warns(
+        UserWarning, match=r"no factor for that of lr= \(got lr=0.1, and 1.0 for step 0\).*LambdaLR\(opt"
+    ):
+        optimizer(optim.SGD, lr=0.1, schedule=lambda step: 0.5**step)
+    optimizer(optim.SGD, lr=0.1, schedule=lambda step: 0.1 * min(1, step / 10))  # a warm-up
+
+
 def test_what_torch_s_optimizers_have():
     opt = optimizer(optim.SGD, lr=0.1)
     for name, words in (("zero_grad", "none to reset"), ("param_groups", "schedule="), ("state_dict", r"save\(")):

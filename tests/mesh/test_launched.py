@@ -176,6 +176,7 @@ def failures(mesh):
     attempt("left out", lambda: spmd(lambda x: psum(x, "data") if axis_index("data") else x, mesh=mesh)(x))
     attempt("run unsendable", lambda: mesh.run(lambda: (i for i in "ab")))
     attempt("unsendable", lambda: spmd(lambda x: {"a": [x, threading.Lock()]}, mesh=mesh)(x))
+    attempt("vmapped", lambda: torch.func.vmap(spmd(lambda x: x, mesh=mesh))(x))
     attempt("later", lambda: [later_fails(mesh)(x, torch.tensor(n)) for n in range(4)])
     return found
 
@@ -287,6 +288,7 @@ SAME = [
     ("left out", "CollectiveMismatch"),
     ("run unsendable", "MeshError", "because of what the function returned (generator): cannot pickle 'generator'"),
     ("unsendable", "MeshError", "because of result ['a'][1] (lock): cannot pickle '_thread.lock' object"),
+    ("vmapped", "SpecError", "within a transform of torch.func", "vmap within"),
     ("later", "SpecError", "should be the same"),
 ]
 

@@ -148,7 +148,9 @@ def test_where_the_axes_come_from(mesh):
     assert "axis_index" in refused(mesh, lambda x: x[2 * axis_index("data")], ONES, in_specs=None)
     assert "axis_index" in refused(mesh, lambda: torch.full((2,), 0 * axis_index("data")), in_specs=None)
     assert "random numbers" in refused(mesh, lambda x: F.dropout(x) * 0, ONES, in_specs=None)
-    assert "random numbers" in refused(mesh, lambda: torch.rand(2) > 2, in_specs=None)
+    assert "random numbers" in refused(mesh, lambda: torch.empty(2).bernoulli_(torch.ones(2)), in_specs=None)
+    text = refused(mesh, lambda: torch.rand(2) > 2, in_specs=None)
+    assert "random numbers" in text and "pbroadcast(noise, 'data', 0) is the same on all ranks; or psum" in text
 
     def message():
         comm, got = mesh.comm("data"), torch.empty(2)

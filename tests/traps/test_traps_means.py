@@ -116,6 +116,12 @@ def dice(p: Any, b: Any) -> Tensor:
     return 1 - 2 * (out * b["flag"]).sum() / (out.sum() + b["flag"].sum())
 
 
+def attention(p: Any, b: Any, **options: Any) -> Tensor:
+    """Between samples, as if time were first."""
+    out = net(p, b)[None, None]
+    return F.scaled_dot_product_attention(out, out, out, **options).square().mean()
+
+
 def sum_in_a_loop(p: Any, b: Any) -> Tensor:
     total = torch.zeros(())
     for x in b["x"]:
@@ -148,6 +154,7 @@ NO_MEANS: dict[str, Callable] = {
     "dice": dice,
     "variance of features": lambda p, b: losses(p, b).mean() + net(p, b).var(0).mean(),
     "batch norm by hand": lambda p, b: NET(p, b["x"] / b["x"].std(0)).square().mean(),
+    "attention": attention,
     "sum in a loop": sum_in_a_loop,
     "sum as a product": lambda p, b: torch.einsum("bi,bi->", net(p, b), net(p, b)),
     "bfloat16": in_bfloat16,
@@ -311,6 +318,7 @@ BY_PLACES: dict[str, Callable] = {
     "next": lambda p, b: F.triplet_margin_loss(net(p, b), net(p, b).roll(1, 0), net(p, b).roll(2, 0)),
     "flipped": lambda p, b: NET(p, 0.7 * b["x"] + 0.3 * b["x"].flip(0)).square().mean(),
     "weights by place": lambda p, b: (losses(p, b) * torch.linspace(0, 2, len(b["x"]))).mean(),
+    "causal attention": lambda p, b: attention(p, b, is_causal=True),
     "with dropout": lambda p, b: DROPOUT(p, b["x"]).diff(dim=0).square().mean(),
 }
 

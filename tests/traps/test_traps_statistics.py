@@ -79,6 +79,22 @@ def returns(p: Any, b: Any) -> Any:
     return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"].flip(0).cumsum(0).flip(0))
 
 
+def discounted(p: Any, b: Any) -> Any:
+    found, after = torch.zeros_like(b["gain"]), torch.zeros(())
+    for time in reversed(range(len(b["gain"]))):
+        after = b["gain"][time] + 0.9 * after
+        found[time] = after
+    return value_and_grad(weighted)(p, b["x"], b["y"], found)
+
+
+def added_in_place(p: Any, b: Any) -> Any:
+    found, total = [], torch.zeros(6)
+    for row in b["x"]:
+        total += row
+        found.append(total.clone())
+    return value_and_grad(weighted)(p, torch.stack(found), b["y"], b["gain"])
+
+
 def whitened(p: Any, b: Any) -> Any:
     x = b["x"] @ torch.linalg.inv(torch.linalg.cholesky(b["x"].T @ b["x"])).T
     return value_and_grad(lambda p: losses(p, x, b["y"]).mean())(p)
@@ -92,6 +108,8 @@ STATISTICS = {
     largest_priority: "max",
     hard_ones: "sort",
     returns: "cumsum",
+    discounted: "add",
+    added_in_place: "add_",
     whitened: "mm",
 }
 
@@ -122,6 +140,20 @@ def of_each_sample(p: Any, b: Any) -> Any:
     return value_and_grad(weighted)(p, x[order], b["y"][order], b["gain"][order])
 
 
+def one_by_one(p: Any, b: Any) -> Any:
+    """A loop over the samples, and one over what each of them has."""
+    gain = torch.zeros_like(b["gain"])
+    for at in range(len(gain)):
+        gain[at] = b["gain"][at] * b["x"][at, 0] + b["x"][at, 1]
+    last = torch.zeros(len(gain))
+    for step in b["x"].T:
+        last = step + 0.9 * last
+    x = torch.stack([torch.cat([row[:3] - row[0] * row[1], row[3:]]) for row in b["x"]])
+    table = b["x"][:, :1] * torch.arange(10.0)  # each sample has as many numbers as there are samples here
+    last = last + torch.stack([row.mean() + row[0] - row[1] for row in table])
+    return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last)
+
+
 def of_parameters(p: Any, b: Any) -> Any:
     scale = p["w"].std() * b["x"].max(dim=1).values
     return value_and_grad(weighted)(p, b["x"], b["y"], scale)
@@ -139,7 +171,7 @@ def of_gradients(p: Any, b: Any) -> Any:
     return value_and_grad(f)({"w": p["w"] + 0.1 * up["w"] / up["w"].norm()}, b["x"] + along.sign())
 
 
-@pytest.mark.parametrize("step", [averaged, gathered, of_each_sample, of_parameters, a_count, of_gradients])
+@pytest.mark.parametrize("step", [averaged, gathered, of_each_sample, one_by_one, of_parameters, a_count, of_gradients])
 def test_what_is_none(mesh: Mesh, step: Callable) -> None:
     assert warned(mesh, step) == []
 

@@ -28,6 +28,7 @@ from ...kernels.torch_private import DispatchMode, arguments, operation_name
 from ...mesh import trees
 from ...mesh.rank.references import content_of
 from ...mesh.region import generators, restore_generators
+from ...mesh.replication.following import is_random
 from ...mesh.replication.net import active, mark, marked, unfollowed
 from .._call import Call, Output
 
@@ -195,7 +196,7 @@ class _Records(_Draws):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = super().operation(func, args, kwargs)
-        seen, drawn = self._seen, torch.Tag.nondeterministic_seeded in func.tags
+        seen, drawn = self._seen, is_random(func, args, kwargs)
         seen.normalises = seen.normalises or _normalises(func, args, kwargs)
         for one in result if isinstance(result, list | tuple) else [result]:
             if isinstance(one, Tensor):
@@ -235,7 +236,7 @@ class _Replays(_Draws):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = super().operation(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if is_random(func, args, kwargs):
             for one in result if isinstance(result, list | tuple) else [result]:
                 if isinstance(one, Tensor):
                     one.copy_(self._drawn(list(one.shape)))
