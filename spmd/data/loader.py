@@ -52,8 +52,9 @@ class Loader:
         prefetch: batches to read ahead; with `workers`, for each worker. A driver asks for several in one message if
             reading them takes next to no time.
         workers: processes for each rank that read, collate and augment; with 0 the rank does this itself, between
-            steps. They are started fresh (torch is imported once per rank), never forked from a process that computes,
-            and hand over batches through shared memory. The batches are the same for any number.
+            steps. They are forked from a process that has imported torch and never computes (each launched rank starts
+            one, which takes seconds), and hand over batches through shared memory. The batches are the same for any
+            number.
         prefetch_mb: the most megabytes to read ahead on a rank.
         shards: deal the samples to this many virtual shards, for a `data_parallel` step with the same `shards=`: then a
             shard's samples don't depend on the number of ranks. `collate_fn` gets one shard at a time.
