@@ -11,7 +11,8 @@ from torch import nn
 
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
-from .kernels.torch_private import in_torch_func
+from .kernels.torch_private import DispatchMode, in_torch_func
+from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session
 from .mesh.strides import is_frozen
 
@@ -90,6 +91,34 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
             remedy="pass the dictionary that functional returned, with every value under its own name",
         )
     )
+
+
+class Lent(DispatchMode):
+    """Refuses a module that computes with its emptied parameters instead of those that it is lent, during a call.
+
+    It keeps them where they can't be exchanged, such as in a list. torch's kernels would read memory at random.
+    """
+
+    def __init__(self, skeleton: nn.Module, params: Any):
+        super().__init__()
+        values = params.values() if isinstance(params, Mapping) else ()
+        self._skeleton = skeleton
+        self._on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            if tensor.is_meta and not self._on_meta:
+                names = [name for name, own in self._skeleton.named_parameters() if own.shape == tensor.shape]
+                raise SpecError(
+                    message(
+                        f"{type(self._skeleton).__name__} computes with a parameter that it keeps outside of its "
+                        "place, such as in a list or a function, where functional can't give it another value",
+                        got=f"shape {list(tensor.shape)}{f', as of {names[0]!r}' if names else ''}",
+                        remedy="let forward read it from its module, as in self.layer.weight; parameters without a "
+                        "module belong in nn.ParameterList or nn.ParameterDict",
+                    )
+                )
+        return func(*args, **kwargs)
 
 
 class Origin:
