@@ -117,6 +117,7 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
+        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else _no_module
         self._idle: list[_Runner] = []
         self._was_looked_at = False
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
@@ -209,7 +210,7 @@ class Apply:
             if self._has_run or torch_compiled.is_running() or torch.compiler.is_compiling():
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
-                with torch_compiled.eagerly(), Lent(self.skeleton, params):
+                with torch_compiled.eagerly(), Lent(self.skeleton, params, self._original()):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True
             looked = self._was_looked_at or torch.compiler.is_compiling()
@@ -315,6 +316,10 @@ def _load_parametrized(
         if isinstance(names, nn.ModuleDict):
             torch_private.inject_parametrizations(submodule, names)
     return apply(skeleton, compiled, evaluates)
+
+
+def _no_module() -> None:
+    """What a function in another process was made from."""
 
 
 def _fetched(value: Any) -> Tensor:

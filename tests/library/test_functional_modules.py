@@ -131,6 +131,17 @@ def test_a_weight_that_is_kept_outside_of_its_place_is_refused(kept):
             apply(params, torch.randn(2, 3))
 
 
+def test_old_weights_that_a_hook_takes_from_a_global_variable_are_refused():
+    global of_a_script
+    of_a_script = KeepsAFunction()
+    apply, params = functional(of_a_script)
+    assert apply(params, torch.arange(5)).shape == (5, 5)
+    of_a_script.embedding.register_forward_hook(lambda module, args, out: out * of_a_script.embedding.weight[0])
+    apply, params = functional(of_a_script)
+    with pytest.raises(SpecError, match=r"of the module that functional was given, .*'embedding.weight'.*global"):
+        apply(params, torch.arange(5))
+
+
 def test_buffers_and_parametrizations_come_back():
     norm = nn.BatchNorm1d(2)
     apply, params, buffers = functional_with_buffers(norm)
