@@ -21,7 +21,6 @@ from ..mesh.failure import ranks_text
 from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
 from . import folder as folders
-from .tree import position_of
 from .write import attempt, begin
 
 SHOWN = 5  # of what differs
@@ -94,7 +93,7 @@ def _kind(leaf: Any) -> str:
         shape = "(nested)" if leaf.is_nested else list(leaf.shape)
         return f"{str(leaf.dtype).removeprefix('torch.')}{shape}{kind}, a plain tensor{' on meta' * leaf.is_meta}"
     if isinstance(leaf, Loader):
-        return f"a Loader at {position_of(leaf)}"
+        return f"a Loader at {leaf.state_dict()}"
     if isinstance(leaf, bool | str | type(None)):
         return repr(leaf)
     if isinstance(leaf, int | np.integer):

@@ -230,7 +230,7 @@ def _leaf(field: str, value: Any) -> None:
         schema.fields(field, value, {**named, "loader": _position_in_data, "deals": _deals})
         if "stream" in value["deals"]:
             return
-        length, step = len(Sampler(**sampled(value["deals"]))), value["loader"]["step"]
+        length, step = len(Sampler(**_sampled(value["deals"]))), value["loader"]["step"]
         schema.require(step <= length, f"{field}.loader.step", step, f"at most {length}")
     elif "sampler" in value:
         schema.fields(field, value, {**named, "sampler": _sampler})
@@ -283,11 +283,10 @@ def _deals(field: str, value: Any) -> None:
     if "stream" in value:
         return
     schema.require({*_SAMPLED} <= {*value}, field, [*value], f"the fields {', '.join(_SAMPLED)}")
-    _sampler(field, sampled(value))
+    _sampler(field, _sampled(value))
 
 
-def sampled(deals: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampler's arguments among what a Loader's batches depend on."""
+def _sampled(deals: Mapping[str, Any]) -> dict[str, Any]:
     return {name: deals[name] for name in _SAMPLED}
 
 

@@ -24,7 +24,7 @@ from ..mesh.array import Array
 from ..mesh.put import as_tensor, is_array
 from ..transforms import Sampler
 from . import leaves as values
-from .manifest import CODES, named_leaves, sampled
+from .manifest import CODES, named_leaves
 from .schema import LONGEST_NUMBER, Invalid
 
 DICTS = (dict, collections.OrderedDict, collections.defaultdict)
@@ -94,7 +94,7 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
         cut = values.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
         return {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **cut}
     if isinstance(leaf, Loader):
-        return {"loader": position_of(leaf), "deals": leaf.settings}
+        return {"loader": leaf.state_dict(), "deals": leaf.settings}
     if isinstance(leaf, Sampler):
         names = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
         return {"sampler": {name: getattr(leaf, name) for name in names}}
@@ -175,11 +175,6 @@ def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value:
     return _build(structure, leaves, _NOTHING if like is None else like, "")
 
 
-def position_of(loader: Loader) -> dict[str, Any]:
-    """A Loader's state without what its batches depend on."""
-    return {name: value for name, value in loader.state_dict().items() if name != "batches"}
-
-
 def deals(entries: Sequence[Mapping[str, Any]], like: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(before, now): what the batches depend on, of the `Loader`s that were saved and of those in `like`."""
     before, now = {}, {}
@@ -199,10 +194,9 @@ def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
     if "tensor" in entry:
         return value(entry, wanted)
     if "loader" in entry:
-        position, depends_on = entry["loader"], entry["deals"]
         if not isinstance(wanted, Loader):
-            return position if "stream" in depends_on else {**position, "batches": sampled(depends_on)}
-        wanted.load_state_dict({**position, "batches": depends_on})
+            return entry["loader"]
+        wanted.load_state_dict(entry["loader"])
         return wanted
     return Sampler(**entry["sampler"]) if "sampler" in entry else entry["value"]
 

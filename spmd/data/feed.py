@@ -1,12 +1,11 @@
-"""Batches of one epoch that were asked for and not yet taken; and where they may begin."""
+"""Batches of one epoch that were asked for and not yet taken."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..kernels.errors import SpecError, message
 from ..mesh.driver.snapshot import Snapshot
 from ..mesh.mesh import Mesh
 from ..mesh.readers.asking import Reader
@@ -52,17 +51,3 @@ class LastSeen:
 def in_words(settings: Mapping[str, Any]) -> str:
     """What batches depend on, as the text that a `Deal` has."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
-
-
-def check_order(before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse a position within an epoch whose samples came in another order, which depends on the settings `names`."""
-    for name in names:
-        if before[name] != now[name]:
-            raise no_batch(f"{name}={now[name]!r}", f"{name}={before[name]!r}, as where the position is from")
-
-
-def no_batch(got: str, expected: str) -> SpecError:
-    """The error for a position at which no batch of a Loader begins."""
-    remedy = 'make the Loader as it was, or begin an epoch: load_state_dict({"epoch": epoch, "step": 0})'
-    problem = "a Loader can't go on from a position of other batches"
-    return SpecError(message(problem, got=got, expected=expected, remedy=remedy))

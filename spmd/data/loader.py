@@ -136,30 +136,24 @@ class Loader:
         return {**self._batches.settings, "shards": self.shards}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, plain data; it means the same at any number of ranks.
-
-        Within an epoch it has what the batches depend on, `batches`; without it, steps are of batches of this size.
-        """
+        """The position of the next batch, plain data; it means the same at any number of ranks."""
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
-        if self._yielded:
-            state["batches"] = self._batches.settings
         return state if self._position is None else {**state, "streams": json.dumps(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position that `state_dict` gave, at the same sample if batches have another size.
+        """Go on from a position that `state_dict` gave.
 
         Raises:
-            SpecError: there is no such position: at that sample no batch begins, or the samples are in another order.
+            SpecError: there is no such position.
         """
         try:
             epoch, step = operator.index(state["epoch"]), operator.index(state["step"])
-            before = self._batches.settings | state.get("batches", {})
         except (KeyError, TypeError):
             expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
             raise SpecError(
                 message("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy)
             ) from None
-        self._epoch, self._yielded, self._position = self._batches.checked(epoch, step, state.get("streams"), before)
+        self._epoch, self._yielded, self._position = self._batches.checked(epoch, step, state.get("streams"))
         self._resume = self._yielded, self._position
         self._loads += 1
 

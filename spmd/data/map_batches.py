@@ -19,7 +19,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor
 from ..mesh.readers.filled import fill
 from ..transforms import Sampler
-from .feed import Feed, LastSeen, check_order, in_words, no_batch
+from .feed import Feed, LastSeen, in_words
 from .reading import ONE_LENGTH, MapReader
 
 
@@ -60,16 +60,8 @@ class MapBatches:
         names = ("length", "batch_size", "seed", "shuffle", "drop_last", "order")
         return {name: getattr(self.sampler, name) for name in names}
 
-    def checked(self, epoch: int, step: int, streams: Any, before: dict[str, Any]) -> tuple[int, int, None]:
-        """The position that these say, for batches as they were `before`; raises if there is no such position."""
-        if step:
-            check_order(
-                before, self.settings, ("shuffle", "length", "seed", "order") if before["shuffle"] else ("shuffle",)
-            )
-            sample, size = step * before["batch_size"], self.sampler.batch_size
-            step, rest = divmod(sample, size)
-            if rest:
-                raise no_batch(f"batch_size={size}, after {sample} samples", f"one that divides {sample}")
+    def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, None]:
+        """The position that these say; raises if there is no such position."""
         if epoch < 0 or not 0 <= step <= len(self) or streams is not None:
             got = {"epoch": epoch, "step": step, **({} if streams is None else {"streams": streams})}
             raise SpecError(

@@ -118,13 +118,7 @@ def test_positions_travel(make_mesh: Any, tmp_path: Path) -> None:
     back = restore(tmp_path, like={"loader": fresh, "sampler": None})
     assert back["loader"] is fresh and back["sampler"] == Sampler(10, 4, seed=2)
     assert [batch.full().sort().values.tolist() for batch in fresh] == rest
-    assert restore(tmp_path)["loader"].items() >= {"epoch": 0, "step": 1}.items()
-    halved = Loader(torch.arange(10), 2, mesh=make_mesh({"data": 2}), seed=1)
-    with pytest.warns(UserWarning, match="batch_size of the Loader .*: 4, now 2"):
-        restore(tmp_path, like={"loader": halved, "sampler": None})
-    assert torch.cat([batch.full() for batch in halved]).sort().values.tolist() == sorted(
-        i for ids in rest for i in ids
-    )
+    assert restore(tmp_path)["loader"] == {"epoch": 0, "step": 1}
 
 
 def test_other_classes_and_other_structures(tmp_path: Path) -> None:
