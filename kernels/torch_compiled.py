@@ -143,12 +143,23 @@ def eagerly() -> Iterator[None]:
     if _compiler() is not None:
         with torch.compiler.set_stance("force_eager"):
             yield
+        _draw_as_eager()
         return
     try:
         yield
     finally:
         if _compiler() is not None:  # the block has imported it, and it may have met functions
             torch.compiler.reset()
+    _draw_as_eager()
+
+
+def _draw_as_eager() -> None:
+    """Have Inductor's graphs draw the random numbers that eager mode draws, and not numbers of their own.
+
+    Else what a step draws would depend on whether its process has called it before, so a resumed run drew others.
+    """
+    if has_inductor():
+        sys.modules["torch._inductor.config"].fallback_random = True  # type: ignore[attr-defined]
 
 
 def graphs() -> int:

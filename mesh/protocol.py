@@ -143,10 +143,15 @@ class CallProgram(Task):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallFunction(Task):
-    """Call a shipped function (`mesh.run`, `mesh.submit`) with the content's arguments; the answer is its result."""
+    """Call a shipped function (`mesh.run`, `mesh.submit`) with the content's arguments; the answer is its result.
+
+    Attributes:
+        by_some: other ranks are not asked to.
+    """
 
     function: str
     key: tuple
+    by_some: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

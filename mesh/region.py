@@ -48,6 +48,7 @@ class Region:
         keys: how many keys were derived from that.
         alike: the axes along which all ranks were seeded the same.
         pure: the body may change nothing: it is an @spmd function.
+        by_some: the body runs on some ranks only.
         looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
         looks: how many functions this region has offered for such a check so far.
         calls: how often the body, if it is no @spmd function itself, has called each of these, by name and code.
@@ -66,6 +67,7 @@ class Region:
     alike: frozenset[str] = frozenset()
     captured: frozenset[int] = frozenset()
     pure: bool = False
+    by_some: bool = False
     looked_at: set[Any] = dataclasses.field(default_factory=set)
     looks: int = 0
     calls: Counter[Any] = dataclasses.field(default_factory=Counter)

@@ -93,11 +93,13 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
             return []
         make, content = _message(self.driver, fn, args)
         about: dict[str, Any] = {"ranks": chosen, "region": True, "layout": layout, "reported": True}
-        return self.driver.wait(self.driver.submit(functools.partial(make, key=key), content, **about)).values()
+        make = functools.partial(make, key=key, by_some=len({*chosen}) < layout.size)
+        return self.driver.wait(self.driver.submit(make, content, **about)).values()
     rank, settings = self.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:
-        result = _call_here(self, fn, args, key, settings) if rank in chosen else None
+        by_some = len({*chosen}) < layout.size
+        result = _call_here(self, fn, args, key, settings, by_some) if rank in chosen else None
         with sending_result(lambda: [("what the function returned", result)], self.session.where, (type(self),)):
             mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
         return result, self.session.comm().all_gather_bytes(mine)
@@ -138,9 +140,11 @@ def _message(
     return functools.partial(protocol.CallFunction, function=shipped.key), content
 
 
-def _call_here(mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, settings: Ambient | None) -> Any:
+def _call_here(
+    mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, settings: Ambient | None, by_some: bool
+) -> Any:
     state = generators()
-    region = Region(mesh.session, key, mesh)
+    region = Region(mesh.session, key, mesh, by_some=by_some)
     reseed(region, mesh.session.rank)
     try:
         with inside(region), under(settings):

@@ -17,10 +17,18 @@ from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
 from ._compiled_modules import compile_parts, compiled_parts
-from ._copied_modules import copied
-from ._functional_checks import Origin, check_module, check_names, warn_of_dropped, warn_of_frozen, warn_of_training
-from .kernels import torch_private
-from .kernels.errors import SpecError, SpmdError, message, no_attribute
+from ._copied_modules import copied, duplicate, skeleton_of
+from ._functional_checks import (
+    Lent,
+    Origin,
+    check_module,
+    check_names,
+    warn_of_dropped,
+    warn_of_frozen,
+    warn_of_training,
+)
+from .kernels import torch_compiled, torch_private
+from .kernels.errors import SpecError, message, no_attribute
 from .mesh.array import Array
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
@@ -53,7 +61,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     Source: `torch.func.functional_call`, and the Flax/Haiku `init`/`apply` pair.
     """
     check_module(module)
-    skeleton = _skeleton(module, dict(module.named_parameters()))
+    skeleton = skeleton_of(module, dict(module.named_parameters()))
     return Apply(skeleton, compiled_parts(module), Origin(module)), _values(module)
 
 
@@ -88,7 +96,7 @@ def functional_with_buffers(
     if sync:
         module = synced(module)
     buffers = dict(module.named_buffers())
-    skeleton = _skeleton(module, dict(module.named_parameters()), buffers)
+    skeleton = skeleton_of(module, dict(module.named_parameters()), buffers)
     apply = ApplyWithBuffers(skeleton, compiled_parts(module), origin)
     return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
@@ -109,8 +117,11 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
+        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else _no_module
         self._idle: list[_Runner] = []
         self._was_looked_at = False
+        # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
+        self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
@@ -194,9 +205,14 @@ class Apply:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(compile_parts(_duplicate(self.skeleton), self._compiled))
+            runner = _Runner(compile_parts(duplicate(self.skeleton), self._compiled))
         try:
-            out, new = runner.run(params, buffers, args, kwargs)
+            if self._has_run or torch_compiled.is_running() or torch.compiler.is_compiling():
+                out, new = runner.run(params, buffers, args, kwargs)
+            else:
+                with torch_compiled.eagerly(), Lent(self.skeleton, params, self._original()):
+                    out, new = runner.run(params, buffers, args, kwargs)
+                self._has_run = True
             looked = self._was_looked_at or torch.compiler.is_compiling()
             if not looked and current() is not None and in_gradient():
                 self._was_looked_at = True
@@ -284,43 +300,9 @@ def _slots_of(
     return slots
 
 
-def _skeleton(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
-    """A copy of `module` in which each of the `emptied` tensors is a replica without memory, tied as before."""
-    memo: dict[int, Any] = {}
-    for tensors in emptied:
-        for tensor in tensors.values():
-            replica = torch.empty_like(tensor.detach(), device="meta")
-            memo[id(tensor)] = (
-                nn.Parameter(replica, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else replica
-            )
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.
-            if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
-                memo[id(value)] = value.detach().clone()
-    try:
-        return copied(module, memo)
-    except Exception as error:
-        raise SpmdError(
-            message(
-                f"functional cannot copy the module {type(module).__name__}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="keep open files, locks and tensors with a history out of its attributes",
-            )
-        ) from error
-
-
-def _duplicate(skeleton: nn.Module) -> nn.Module:
-    """A copy with the same tensors: nothing writes to them, and a copied storage would pickle with another address.
-
-    Within a transform of `torch.func`, copies of them would be tensors of that transform.
-    """
-    return copied(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
-
-
 def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
     """A copy with the classes from before `register_parametrization`, which generates ones that can't be pickled."""
-    plain = _duplicate(skeleton)
+    plain = duplicate(skeleton)
     for submodule in list(plain.modules()):
         submodule.__class__ = parametrize.type_before_parametrizations(submodule)
     return plain
@@ -334,6 +316,10 @@ def _load_parametrized(
         if isinstance(names, nn.ModuleDict):
             torch_private.inject_parametrizations(submodule, names)
     return apply(skeleton, compiled, evaluates)
+
+
+def _no_module() -> None:
+    """What a function in another process was made from."""
 
 
 def _fetched(value: Any) -> Tensor:

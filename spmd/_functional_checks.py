@@ -11,7 +11,8 @@ from torch import nn
 
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
-from .kernels.torch_private import has_hooks, in_torch_func
+from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func
+from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session
 from .mesh.strides import is_frozen
 
@@ -99,6 +100,48 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
     )
 
 
+class Lent(DispatchMode):
+    """Refuses a module that computes with other parameters than those that it is lent, during a call.
+
+    Either with emptied ones, which it keeps where they can't be exchanged, such as in a list: torch's kernels would
+    read memory at random. Or with those of the module that it was made from, as a hook has that names it as a global.
+    """
+
+    def __init__(self, skeleton: nn.Module, params: Any, original: nn.Module | None):
+        super().__init__()
+        values = list(params.values()) if isinstance(params, Mapping) else []
+        lent = {id(value) for value in values}
+        old = {} if original is None else dict(original.named_parameters())
+        self._old = {id(value): name for name, value in old.items() if value.requires_grad and id(value) not in lent}
+        self._skeleton = skeleton
+        self._on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            if id(tensor) in self._old:
+                raise SpecError(
+                    message(
+                        f"{type(self._skeleton).__name__} computes with a parameter of the module that functional was "
+                        "given, and not with its value in params",
+                        got=f"{self._old[id(tensor)]!r}, perhaps of a global variable",
+                        remedy="have hooks and functions read it from the module that they are given, or capture it "
+                        "as a local variable",
+                    )
+                )
+            if tensor.is_meta and not self._on_meta:
+                names = [name for name, own in self._skeleton.named_parameters() if own.shape == tensor.shape]
+                raise SpecError(
+                    message(
+                        f"{type(self._skeleton).__name__} computes with a parameter that it keeps outside of its "
+                        "place, such as in a list or a function, where functional can't give it another value",
+                        got=f"shape {list(tensor.shape)}{f', as of {names[0]!r}' if names else ''}",
+                        remedy="let forward read it from its module, as in self.layer.weight; parameters without a "
+                        "module belong in nn.ParameterList or nn.ParameterDict",
+                    )
+                )
+        return func(*args, **kwargs)
+
+
 class Origin:
     """The module that a function was made from, which may have been switched to eval mode since.
 
@@ -109,6 +152,10 @@ class Origin:
         self._module = weakref.ref(module)
         self._modes = _modes.setdefault(module, set())
         self._modes.add(module.training)
+
+    def module(self) -> nn.Module | None:
+        """The module, if there is still one."""
+        return self._module()
 
     @property
     def evaluates(self) -> bool:

@@ -12,7 +12,7 @@ from ._nested import check_alike, cut_here, declared_aux, declared_like, join_he
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
-from .kernels.errors import SpecError, message
+from .kernels.errors import MeshError, SpecError, message
 from .mesh import trees
 from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
@@ -234,6 +234,10 @@ class Spmd(Transformable):
             )
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
+            if region.by_some:
+                problem = f"a function that mesh.run calls on some ranks cannot call {self._name}, an @spmd function"
+                remedy = "leave ranks= out, or call in it what @spmd wraps"
+                raise MeshError(message(problem, where=region.session.where(), remedy=remedy))
             same = (self._name, getattr(self._f, "__code__", None))
             region.calls[same] += 1
             count = region.calls[same]

@@ -76,3 +76,9 @@ def close_all() -> None:
             session.close("the driver exited")
         except BaseException:
             traceback.print_exc()
+            print(
+                "spmd: nobody had fetched the result of this call, and the program's exit status does not show that it "
+                "failed: end with mesh.close(), or use `with mesh:`, which raise its error",
+                file=sys.stderr,
+                flush=True,
+            )

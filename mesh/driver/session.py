@@ -106,6 +106,11 @@ class DriverSession(Owned):
         """Whether no rank is busy or being replaced; it stays so while the caller holds the lock."""
         return not self._recovery.under_way and not self.pending.tasks and self.ranks.all_run()
 
+    def end_stopped(self, ranks: Iterable[int]) -> None:
+        """Kill those of these ranks that are stopped, where they are replaced, instead of waiting until they go on."""
+        if self.reruns:
+            self._recovery.stuck.end_stopped(ranks)
+
     def hand_over(self, ranks: Ranks, layout: Layout) -> None:
         """Go on with other ranks, of another layout; the lock must be held, and the session quiet."""
         self.node.close("their mesh was resized", "make them again")

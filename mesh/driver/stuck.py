@@ -121,6 +121,16 @@ class Stuck:
             if status is not None and status["TracerPid"] == "0" and pid not in self.killed:
                 self._kill(rank, pid, f"was still in a call {self._grace:g} s after that had failed")
 
+    def end_stopped(self, ranks: Iterable[int]) -> None:
+        """Kill those of these ranks, which are to leave the mesh, that are stopped, though not by a debugger."""
+        board = self._session.ranks.arena
+        for rank in () if board is None or board.in_debugger() else ranks:
+            one = self._session.ranks.all[rank]
+            status = status_of(one.pid)
+            if status is not None and status["State"].startswith("T") and status["TracerPid"] == "0":
+                self.killed[one.pid] = "was killed: it was stopped when it was to leave the mesh"
+                one.signal(signal.SIGKILL)
+
     def _kill(self, rank: int, pid: int, what: str) -> None:
         board = self._session.ranks.arena
         assert board is not None

@@ -153,7 +153,7 @@ class RankSession(Owned):
                 message(
                     f"a function given to mesh.submit cannot {what}: its rank runs it alone",
                     where=self.where(),
-                    remedy="use mesh.run, with ranks= for some of them",
+                    remedy="use mesh.run, in which all ranks can do that together",
                 )
             )
 

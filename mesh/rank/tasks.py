@@ -37,7 +37,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
 
 def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Any:
     settings, arguments = state.read(packet)
-    region = Region(state.session, task.key, state.mesh)
+    region = Region(state.session, task.key, state.mesh, by_some=task.by_some)
     reseed(region, state.session.rank)
     with inside(region), under(settings):
         return state.shipped(task.function)(*arguments)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 from ...kernels.torch_compiled import eagerly
 from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, version, without_torch_function
 from ...kernels.word_key import word_key
+from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current
 from ..spec import Layout
@@ -237,10 +238,10 @@ _layers = _Layers()
 
 
 class _Conditions(TorchFunctionMode):
-    """Chooses between the functions given to `torch.cond` as an `if` does.
+    """Chooses between the functions given to `torch.cond` as an `if` does, and runs that of a `scan` as a `for` does.
 
-    In eager mode torch's `cond` silently has no gradient for tensors that the functions capture, and a gradient for
-    results only if they are tuples.
+    In eager mode torch's own silently have no gradient for tensors that the functions capture; `cond` has one for
+    results only if they are tuples, and `scan` takes no trees.
 
     Some of torch's layers ask whether a function is overridden, and then compute in another way, with zeros in other
     places (`nn.TransformerEncoder` in evaluation, at padding). This mode changes no other function, so they get the
@@ -256,11 +257,23 @@ class _Conditions(TorchFunctionMode):
         _layers.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.higher_order.cond:
-            return func(*args, **(kwargs or {}))
-        condition, if_true, if_false, operands = args
-        with self:  # of itself torch leaves it here
-            return (if_true if condition else if_false)(*operands)
+        if func is torch.ops.higher_order.cond:
+            condition, if_true, if_false, operands = args
+            with self:  # of itself torch leaves it here
+                return (if_true if condition else if_false)(*operands)
+        if func is torch.ops.higher_order.scan and "spec_xs" in getattr(args[0], "keywords", ()):
+            with self:
+                return _scanned(args[0].keywords, args[1], args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _scanned(given: dict[str, Any], init: list[Tensor], xs: list[Tensor]) -> tuple[Any, Any]:
+    """What torch's `scan` computes of the leaves of its arguments; `given` is what it says of them to its operator."""
+    carry, outs = given["spec_init"].unflatten(init), []
+    for index in range(len(xs[0])):
+        carry, out = given["combine_fn"](carry, given["spec_xs"].unflatten([x[index] for x in xs]))
+        outs.append(out)
+    return carry, trees.map(lambda *each: torch.stack(each) if isinstance(each[0], Tensor) else each[0], *outs)
 
 
 class _Numbers(_Conditions):

@@ -112,8 +112,9 @@ def retire(self: MeshView, rank: int) -> None:
         if layout.axes[axis] == 1:
             problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
             raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
-        others = tuple(name for name in layout.names if name != axis)
-        _resize(self, {axis: layout.axes[axis] - 1}, True, layout.group(rank, others))
+        leaving = layout.group(rank, tuple(name for name in layout.names if name != axis))
+        self.driver.end_stopped(leaving)
+        _resize(self, {axis: layout.axes[axis] - 1}, True, leaving)
 
 
 def _refuse_on_ranks(mesh: MeshView, what: str) -> None:

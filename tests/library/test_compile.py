@@ -226,6 +226,20 @@ def test_inductor(shared_mesh, program):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_first_call_draws_what_later_ones_draw(shared_mesh):
+    """It is in eager mode. A resumed run begins with such a call, and has to draw what one that went on drew."""
+    run = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x))
+
+    def drawn(x):
+        torch.manual_seed(0)
+        return run(x)
+
+    step = spmd.spmd(drawn, mesh=shared_mesh({"data": 2}))
+    first, *later = [step(torch.ones(64)).full() for _ in range(3)]
+    assert all(torch.equal(first, other) for other in later)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_gradients_of_large_weights_come_by_an_operator(shared_mesh):
     """Else torch has moved where Inductor takes a rewriting of its graphs, and they come at the end of each graph."""
     run = torch.compile(lambda p, x: torch.tanh(x @ p["large"].t() + p["bias"]).square().mean())

@@ -1,6 +1,7 @@
 """From functions back to modules, and batch norm over the whole batch."""
 
 import sys
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -93,6 +94,62 @@ def test_a_function_that_a_module_keeps_computes_with_the_weights_given(shared_m
     exported = apply.to_module({"embedding.weight": torch.ones(5, 3)})
     assert torch.equal(exported(x), torch.full((5, 5), 3.0))
     assert torch.equal(exported.head(torch.ones(1, 3)), torch.full((1, 5), 3.0))
+
+
+class KeepsOthers(nn.Module):
+    """Functions that capture it as hooks, in a dictionary, inside another function, as a default, around `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.tensor(2.0))
+        plain, inner = self.layer.forward, lambda x: self.layer(x)
+        self.layer.forward = lambda x: plain(x) + 1
+        self.layer.register_forward_hook(lambda module, args, out: out * self.scale)
+        self.parts = {"a": [lambda x: self.layer(x)], "b": lambda x, layer=self.layer: layer(x)}
+        self.outer = lambda x: inner(x)
+
+    def forward(self, x):
+        return self.parts["a"][0](x) + self.parts["b"](x) * self.outer(x)
+
+
+class KeepsItsWeight(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.kept = kept(self.layer.weight)
+
+    def forward(self, x):
+        return self.kept(x) if callable(self.kept) else x @ self.kept[0].t()
+
+
+def test_functions_wherever_a_module_keeps_them_compute_with_the_weights_given():
+    module, other, x = KeepsOthers(), KeepsOthers(), torch.randn(2, 3)
+    apply, params = functional(module)
+    given = apply.params(other.state_dict())
+    for function in (apply, cloudpickle.loads(cloudpickle.dumps(apply)), lambda p, x: apply.to_module(p)(x)):
+        assert torch.equal(function(given, x), other(x)) and torch.equal(function(params, x), module(x))
+
+
+@pytest.mark.parametrize("kept", [lambda w: [w], lambda w: lambda x: x @ w.t(), lambda w: partial(F.linear, weight=w)])
+def test_a_weight_that_is_kept_outside_of_its_place_is_refused(kept):
+    """torch would compute with memory of nobody, without an error."""
+    apply, params = functional(KeepsItsWeight(kept))
+    for _ in range(2):
+        with pytest.raises(
+            SpecError, match=r"KeepsItsWeight computes with a parameter .*'layer.weight'.*ParameterList"
+        ):
+            apply(params, torch.randn(2, 3))
+
+
+def test_old_weights_that_a_hook_takes_from_a_global_variable_are_refused():
+    global of_a_script
+    of_a_script = KeepsAFunction()
+    apply, params = functional(of_a_script)
+    assert apply(params, torch.arange(5)).shape == (5, 5)
+    of_a_script.embedding.register_forward_hook(lambda module, args, out: out * of_a_script.embedding.weight[0])
+    apply, params = functional(of_a_script)
+    with pytest.raises(SpecError, match=r"of the module that functional was given, .*'embedding.weight'.*global"):
+        apply(params, torch.arange(5))
 
 
 def test_buffers_and_parametrizations_come_back():

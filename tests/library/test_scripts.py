@@ -124,7 +124,7 @@ def test_a_program(how, tmp_path):
     _, out, err = run(*arguments, env=ENDS_WHOLLY)
     pids, out = out.split("\n", 1)
     assert out == EXPECTED, err
-    assert "ValueError: noticed at exit" in err and "on rank 1 of Mesh" in err
+    assert "ValueError: noticed at exit" in err and "on rank 1 of Mesh" in err and "end with mesh.close()" in err
     if how == "file":
         assert re.search(r'program.py", line \d+, in late\n\s+raise ValueError', err)
     assert end_within(2, [int(pid) for pid in pids.split()[1:]])

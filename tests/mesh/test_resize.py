@@ -494,6 +494,16 @@ def test_another_axis_and_what_is_cut_over_it() -> None:
         assert mesh.axes == {"data": 1, "model": 2} and columns.full().tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_a_stopped_rank_leaves_at_once(make_mesh: Any) -> None:
+    """With no end to the grace time a stopped rank is waited for until it goes on, or until the timeout."""
+    mesh = make_mesh({"data": 3}, grace=float("inf"))
+    cut, pid = put(torch.arange(6), P("data"), mesh=mesh), mesh.driver.pids[2]
+    os.kill(pid, signal.SIGSTOP)
+    assert until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text())
+    mesh.retire(2)
+    assert mesh.axes == {"data": 2} and cut.full().tolist() == [*range(6)] and end_within(HANGS, [pid])
+
+
 def test_what_is_given_back(mesh: Mesh) -> None:
     before = mesh.driver.pids
     value = put(torch.ones(1 << 18), mesh=mesh)

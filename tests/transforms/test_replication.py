@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.utils.checkpoint import checkpoint
 
 from spmd import (
@@ -19,6 +20,7 @@ from spmd import (
     all_to_all,
     axis_index,
     data_parallel,
+    fetch,
     functional,
     functional_with_buffers,
     grad,
@@ -467,6 +469,25 @@ def test_gradients_through_a_condition(mesh, check):
     step = spmd(lambda params, x: grad(loss)(params, x), mesh=mesh, in_specs=(None, CUT), check=check)
     for _ in range(3):
         assert all(gradient.item() == 1 for gradient in step(params, ONES).values())
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_gradients_through_a_scan(mesh):
+    """By what its function captures, too, and with trees, which torch's own has in compiled code only."""
+
+    def loss(params, x):
+        def combined(carry, row):
+            total = carry["total"] * params["w"] + row
+            return {"total": total, "count": carry["count"] + 1}, {"out": total * params["v"]}
+
+        start = {"total": x[0] * 0, "count": torch.zeros(())}
+        last, outs = scan(combined, start, x, dim=0, reverse=True)
+        return (last["total"] + outs["out"].sum(0)).mean() + last["count"] * params["v"]
+
+    params = {name: torch.full((), 2.0) for name in "wv"}
+    step = spmd(lambda params, x: grad(loss)(params, x), mesh=mesh, in_specs=(None, P("data")))
+    first, *later = [fetch(step(params, torch.arange(12.0).view(4, 3))) for _ in range(3)]
+    assert first["w"] > 0 and first["v"] > 2 and first == later[0] == later[1]
 
 
 # -- whatever the program --------------------------------------------------------------------------------------------
