@@ -307,7 +307,11 @@ class Array:
 def _as_numpy(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_as_numpy, value))
-    return np.asarray(value) if isinstance(value, Array) else value
+    if not isinstance(value, Array):
+        return value
+    whole = np.asarray(value)
+    whole.flags.writeable = False  # a copy: what `np.copyto` or `np.put` wrote to it would be lost
+    return whole
 
 
 def _operators() -> Any:

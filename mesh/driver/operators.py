@@ -51,6 +51,8 @@ _ELEMENTWISE = frozenset((
     "lshift", "rlshift", "rshift", "rrshift", "type", "where", "xlogy", "zeros_like",
 ))
 # fmt: on
+# Operators that change their first argument, beside those that torch calls by the names of methods such as `add_`.
+_IN_PLACE = ("__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
 # Operators whose name in Python is not torch's name for the function.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 # Functions whose result's shape depends on values, as for some indices; see `_is_sized_by_values`.
@@ -345,6 +347,8 @@ def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> 
         written = [value for one in operators for _, value in written_by(one, args, kwargs)]
         return [value for value in written if value is not None] or None
     own = getattr(func, "__name__", "")
-    named = (name.endswith("_") and not own.startswith("__")) or own == "__setitem__"
-    changes = named or kwargs.get("out") is not None or kwargs.get("inplace")
-    return [args[:1], kwargs.get("out")] if changes else None
+    named = own in _IN_PLACE or (name.endswith("_") and not own.startswith("__"))
+    if (out := kwargs.get("out")) is not None:
+        return [out]
+    # `torch.nn.init` passes on everything by name, the tensor first.
+    return [*args, *kwargs.values()][:1] if named or kwargs.get("inplace") else None
