@@ -32,7 +32,7 @@ class CollectiveMismatch(SpmdError, RuntimeError):
     rank: int | None = None
 
 
-class PeerLost(SpmdError, ConnectionError):
+class PeerLost(SpmdError, ConnectionError, RuntimeError):  # the latter as what torch's process groups raise
     """A rank died, or left, while others needed it; `rank` says which."""
 
     def __init__(self, text: str, rank: int | None = None):

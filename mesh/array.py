@@ -233,7 +233,7 @@ class Array:
     # -- torch's functions, which run on the ranks ---------------------------------------------------------------------
 
     def __array_function__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """NumPy's functions, which run here on the whole values."""
+        """NumPy's functions, which run here on copies of the whole values, and can't write to them."""
         return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
 
     @classmethod
@@ -307,7 +307,7 @@ class Array:
 def _as_numpy(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_as_numpy, value))
-    return np.asarray(value) if isinstance(value, Array) else value
+    return np.broadcast_to(np.asarray(value), value.shape) if isinstance(value, Array) else value
 
 
 def _operators() -> Any:

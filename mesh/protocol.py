@@ -62,6 +62,7 @@ class Renew(Message):
     """All ranks have left the failed region: go on in this generation. A replacement rank keeps these calls' values."""
 
     generation: int
+    replaced: bool  # whether a rank was
     kept: tuple[int, ...] | None = None
 
 

@@ -98,6 +98,8 @@ class GlooCommunicator(NetworkedCommunicator):
             self._group, self._sockets = gloo_group.connect(store, self.rank, self.size, options, self._wait)
             # From now on our own wait times out: it knows of ranks in a debugger, and its error says more.
             set_timeout(self._group, _LONG)
+        except PeerLost:
+            raise
         except RuntimeError as error:
             raise self._unconnected(_reason(error)) from None
 

@@ -51,6 +51,8 @@ _ELEMENTWISE = frozenset((
     "lshift", "rlshift", "rshift", "rrshift", "type", "where", "xlogy", "zeros_like",
 ))
 # fmt: on
+# Operators that change their first argument, beside those that torch calls by the names of methods such as `add_`.
+_IN_PLACE = ("__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
 # Operators whose name in Python is not torch's name for the function.
 _NAMES = {"__invert__": "bitwise_not", "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
 # Functions whose result's shape depends on values, as for some indices; see `_is_sized_by_values`.
@@ -117,9 +119,8 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     written = _written(func, name, args, kwargs)
     if written is not None:
         if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
-            remedy = "write x = torch.where(here, y, x)" if name == "setitem" else "write x = x + y"
-            if kwargs.get("inplace"):
-                remedy = "leave inplace=True out"
+            remedy = "leave inplace=True out" if kwargs.get("inplace") else "write x = x + y"
+            remedy = "write x = torch.where(here, y, x)" if name == "setitem" else remedy
             problem = f"torch's {name} would change an Array, whose value never changes"
             raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
         return func(*fetch(args), **fetch(kwargs))
@@ -281,8 +282,7 @@ def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _spec(leaf: torch.Tensor) -> P:
-    spec: P = leaf._spmd_spec  # type: ignore[attr-defined]
-    return spec
+    return leaf._spmd_spec  # type: ignore[attr-defined]
 
 
 def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
@@ -333,8 +333,7 @@ def _like(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
 
 
 def _name_of(func: Callable) -> str:
-    name = getattr(func, "__name__", str(func))
-    name = _NAMES.get(name, name)
+    name = _NAMES.get(name := getattr(func, "__name__", str(func)), name)
     return name.strip("_") if name.startswith("__") else name
 
 
@@ -345,6 +344,7 @@ def _written(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> 
         written = [value for one in operators for _, value in written_by(one, args, kwargs)]
         return [value for value in written if value is not None] or None
     own = getattr(func, "__name__", "")
-    named = (name.endswith("_") and not own.startswith("__")) or own == "__setitem__"
-    changes = named or kwargs.get("out") is not None or kwargs.get("inplace")
-    return [args[:1], kwargs.get("out")] if changes else None
+    named = own in _IN_PLACE or (name.endswith("_") and not own.startswith("__"))
+    if named or kwargs.get("inplace"):
+        return [*args, *kwargs.values()][:1]  # `torch.nn.init` passes on everything by name, the tensor first
+    return None if kwargs.get("out") is None else [kwargs["out"]]

@@ -190,9 +190,10 @@ class Recovery:
         generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}
         undone = self._moves is not None and self._moves.take_back()
         kept, freed = session.values.needed()
-        session.tell(protocol.Renew(generation), ranks={*range(session.layout.size)}.difference(replaced))
+        others = {*range(session.layout.size)}.difference(replaced)
+        session.tell(protocol.Renew(generation, bool(replaced)), ranks=others)
         if replaced:
-            session.tell(protocol.Renew(generation, kept), ranks=replaced)
+            session.tell(protocol.Renew(generation, True, kept), ranks=replaced)
             session.tell(protocol.Free(freed, ()), ranks=replaced)
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, replaced)

@@ -70,6 +70,7 @@ class RankSession(Owned):
         self.device = torch.device("cpu") if device is None else device
         self.regions = 0
         self.closed = False
+        self.members_since = 1  # the generation in which a rank was last replaced
         self.run_state = RunState()
         # On a launched rank: for each @spmd function, its calls by signature; see `calling`.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -84,6 +84,8 @@ class Worker(Owned):
             self._failed = False
             state.forget_last_results()
             state.session.renew(msg.generation)
+            if msg.replaced:
+                state.session.members_since = msg.generation
             if msg.kept is not None:
                 state.values.keep_only(msg.kept)
         elif isinstance(msg, protocol.CopyTo):

@@ -1,7 +1,7 @@
 """A mesh's ranks as torch's `DeviceMesh`: same names, same order, over process groups on the arena that they share.
 
 The default process group of a rank is made with it, unless the program has made one of "spmd" itself. Invariant: the
-device meshes of a mesh are one object, however often it is asked for.
+device meshes of a mesh are one object, however often it is asked for, until a rank is replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .group import ProcessGroup
 from .registration import NAME
 from .world import World
 
-_made: weakref.WeakKeyDictionary[RankSession, DeviceMesh] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[RankSession, tuple[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def of_mesh(mesh: Mesh) -> DeviceMesh:
@@ -31,20 +31,21 @@ def of_mesh(mesh: Mesh) -> DeviceMesh:
             method of a remote object, or a function given to `mesh.submit`.
     """
     session = mesh.session
-    found = _made.get(session)
-    if found is None or not dist.is_initialized():
+    since, found = _made.get(session, (0, None))
+    if found is None or since != session.members_since or not dist.is_initialized():
         session.check_together("make mesh.device_mesh")
         _have_default_group(session)
         layout = session.layout
         sizes = tuple(layout.axes.values())
-        found = _made[session] = init_device_mesh(session.device.type, sizes, mesh_dim_names=tuple(layout.names))
+        found = init_device_mesh(session.device.type, sizes, mesh_dim_names=tuple(layout.names))
+        _made[session] = session.members_since, found
     return found
 
 
 def _have_default_group(session: RankSession) -> None:
     default = dist.group.WORLD if dist.is_initialized() else None
     if isinstance(default, ProcessGroup) and default.world.over:
-        dist.destroy_process_group()  # of a mesh that was closed
+        dist.destroy_process_group()  # of a mesh that was closed, or of a rank that was replaced
         default = None
     if default is None:
         store = dist.PrefixStore("torch", session.store())

@@ -81,7 +81,7 @@ class ProcessGroup(_Base):
 
     def _check(self) -> None:
         if self.world.over:
-            self._broken = MeshError(message("the mesh was closed", remedy="make process groups of another"))
+            self._broken = MeshError(message("the mesh was closed, or replaced a rank", remedy="make new groups"))
         if self._broken is not None:
             kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
             what, remedy = "this process group has failed: its ranks are out of step", "destroy it and make a new one"

@@ -32,6 +32,7 @@ _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # which torch gets wrong below a DTensor (`DispatchMode`)
 _SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
 _PLACES = {aten.argmax.default, aten.argmin.default}
+_SHORT = (torch.float16, torch.bfloat16)  # a part of a sum may be rounded off, or be too large for them
 _MEAN = 1  # torch's number for that way to reduce
 _SUMMED_LATER = {
     aten.detach.default,
@@ -96,7 +97,8 @@ class _OnShards(DispatchMode):
                 raise NeedsWhole  # only the sum would be written to, and C++ go on with the partial values
             args, kwargs = trees.map(_summed, (args, kwargs))
         result = func(*args, **kwargs)
-        if not all(map(_is_cut_as_said, result if isinstance(result, tuple | list) else (result,))):
+        made = result if isinstance(result, tuple | list) else (result,)
+        if not all(map(_is_cut_as_said, made)) or any(_is_partial(each) and each.dtype in _SHORT for each in made):
             raise NeedsWhole
         return result
 
@@ -195,18 +197,12 @@ def _left(region: Region, leaf: Any) -> Any:
         wanted, axes = [Replicate()] * len(wanted), []  # torch cuts unevenly in another way
     summed = tuple(name for name, each in zip(layout.names, placements, strict=True) if each == Partial("sum"))
     if summed and sum(each != other for each, other in zip(placements, wanted, strict=True)) == len(summed):
-        local = _all_reduced(session.comm(summed), leaf.to_local())  # along all of them at once
+        local = leaf.to_local()
+        session.comm(summed).all_reduce(local)  # along all of them at once
     else:
         local = (leaf if wanted == placements else leaf.redistribute(placements=wanted)).to_local()
     spec = P(*axes)
     return Sharded(local, spec) if spec.entries else local
-
-
-def _all_reduced(comm: Any, local: torch.Tensor) -> torch.Tensor:
-    """The sum; 16-bit values are summed in float32 and rounded once."""
-    total = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    comm.all_reduce(total)
-    return total.to(local.dtype)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ such thread is left in torch's code, since the interpreter's end would abort the
 from __future__ import annotations
 
 import atexit
+import collections
 import datetime
 import os
 import threading
@@ -24,6 +25,10 @@ from ..kernels.communicator import Communicator
 from ..kernels.torch_private import run_as_written
 from ..kernels.waiting import turn
 from .torch_private import end_event
+
+# Works that Python dropped before they were over. C++ may still wait for one, as DDP within `Join` does, and finds the
+# methods below only while the Python object lives.
+_dropped: collections.deque[Work] = collections.deque(maxlen=4)
 
 
 class Work(dist.Work):
@@ -52,6 +57,10 @@ class Work(dist.Work):
         self._future: torch.futures.Future | None = None
         self._notified = False
         self._event = event
+
+    def __del__(self) -> None:
+        if self._started:
+            _dropped.append(self)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         seconds = timeout.total_seconds()

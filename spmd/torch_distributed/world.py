@@ -33,8 +33,8 @@ from ..mesh.region import current
 from .arguments import check_device
 
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
-# How often each set of a mesh's ranks has made a group; a rank that replaces one that died begins anew, as all do.
-_times: weakref.WeakKeyDictionary[RankSession, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+# How often a mesh's ranks have made groups of each name; when a rank is replaced all begin anew, as the new one does.
+_times: weakref.WeakKeyDictionary[RankSession, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class World:
@@ -49,7 +49,8 @@ class World:
 
     def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
         self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
-        self._times = Counter[tuple[int, ...]]() if session is None else _times.setdefault(session, Counter())
+        self._since = 1 if session is None else session.members_since
+        self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
 
     @classmethod
     def met(cls, store: Any, rank: int, size: int, timeout: float) -> World:
@@ -91,8 +92,8 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether the mesh whose ranks they are was closed."""
-        return self.session is not None and self.session.closed
+        """Whether the mesh whose ranks they are was closed, or has replaced one of them."""
+        return self.session is not None and (self.session.closed or self.session.members_since != self._since)
 
     def check_together(self) -> None:
         """Refuse to communicate where the ranks of a mesh do not run the same: in remote objects and `mesh.submit`.
@@ -104,15 +105,16 @@ class World:
 
     def store_of(self, channel: str, store: Any) -> Any:
         """A store for one group; `store` is torch's own. In it, what no rank of ours wrote counts as missing."""
-        return store if self.adopted else dist.PrefixStore(channel, self.store())
+        return dist.PrefixStore(channel, store if self.adopted else self.store())
 
     def channel(self, ranks: tuple[int, ...]) -> str:
         """A name that no other group has, not even an earlier one of the same ranks.
 
         Torch's name won't do: each rank numbers the groups that it is in, so the name of one may differ between ranks.
         """
-        self._times[ranks] += 1
-        return f"torch {','.join(map(str, ranks))} {self._times[ranks]}"
+        name = f"torch {','.join(map(str, ranks))} {self._since}"
+        self._times[name] += 1
+        return f"{name} {self._times[name]}"
 
     @property
     def opens_alone(self) -> bool:

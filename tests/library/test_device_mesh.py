@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import spmd
-from spmd import MeshError, P, SpecError, put
+from spmd import MeshError, P, PeerLost, SpecError, put
 
 
 @pytest.fixture
@@ -50,6 +53,27 @@ def test_objects_and_submitted_functions_take_part_in_no_collective(make_mesh: A
         with pytest.raises(MeshError, match=rf"mesh\.submit cannot {what}: its rank runs it alone"):
             mesh.submit(total).result(60)
         assert mesh.run(total) == [2, 2]
+
+
+def test_groups_are_made_anew_when_a_rank_was_replaced(make_mesh: Any) -> None:
+    """The new rank has made none of those that the other one has made, or has destroyed."""
+    mesh = make_mesh({"data": 2})
+
+    def total(kept: bool = False) -> tuple[float, bool]:
+        before = mesh.device_mesh
+        group = dist.new_group()
+        group.monitored_barrier(datetime.timedelta(seconds=60))
+        x = torch.ones(())
+        dist.all_reduce(x, group=group)
+        if not kept:
+            dist.destroy_process_group()
+        return x.item(), before is mesh.device_mesh
+
+    for kept in (False, True, True):
+        assert mesh.run(total, kept) == [(2, kept)] * 2
+        with pytest.raises(PeerLost):
+            mesh.run(lambda: os._exit(1) if mesh.rank else dist.barrier(mesh.device_mesh.get_group()))
+    assert mesh.run(total) == [(2, False)] * 2
 
 
 def test_compiled_code_reads_it(make_mesh: Any) -> None:

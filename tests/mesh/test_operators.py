@@ -178,6 +178,14 @@ def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
     assert found.spec == P("data") and found.sum().item() == 78
 
 
+def test_plain_tensors_are_written_to_as_by_plain_ones(shared_mesh: Any) -> None:
+    x, kept, mask = put(torch.ones(3), mesh=shared_mesh({"data": 2})), torch.zeros(3), torch.tensor([True, False, True])
+    assert torch.add(x, 1, out=kept) is kept and kept.tolist() == [2, 2, 2]
+    mask &= kept == x + 1
+    kept[mask] = x[0]
+    assert kept.tolist() == [1, 2, 1]
+
+
 def test_errors_are_those_of_the_whole_values(shared_mesh: Any, capfd: Any) -> None:
     x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
     with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got 7"):
@@ -200,6 +208,8 @@ def test_what_shards_do_not_know_is_asked_of_the_whole(shared_mesh: Any) -> None
     assert columns.argmin().item() == torch.argmin(columns, None, True).item() == 1 and columns.argmax().item() == 0
     classes = put(torch.tensor([0, 1, 1, 5]), P("data"), mesh=mesh)  # the largest is on one rank
     assert torch.equal(torch.nn.functional.one_hot(classes).full(), torch.nn.functional.one_hot(classes.full()))
+    short = put(torch.tensor([[4e4], [4e4], [-4e4], [-4e4]]).half(), P("data"), mesh=mesh)  # a rank's sum is infinite
+    assert short.sum(0).item() == (short.T @ torch.ones(4, dtype=torch.half)).item() == 0
     drawn = torch.rand_like(put(torch.zeros(4, 3), P("data"), mesh=mesh)).full()
     assert len(drawn.unique()) == drawn.numel()
 
@@ -241,8 +251,12 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
     x = put(torch.ones(3), mesh=mesh)
     with pytest.raises(SpecError, match="would change an Array, whose value never changes: write x = x \\+ y"):
         x.add_(1)
-    with pytest.raises(SpecError, match="would change an Array"):
-        torch.add(x, 1, out=x)
+    for change in (lambda: torch.add(x, 1, out=x), lambda: torch.nn.init.normal_(x)):
+        with pytest.raises(SpecError, match="would change an Array"):
+            change()
+    for write in (np.copyto, lambda x, y: np.put(x, [0], y)):
+        with pytest.raises(ValueError, match="read-only"):
+            write(x, np.zeros(3, np.float32))
     for _ in range(2):
         assert torch.equal(torch.nn.functional.relu(x - 2).full(), torch.zeros(3))
         with pytest.raises(SpecError, match=r"relu would change an Array, .*: leave inplace=True out"):
