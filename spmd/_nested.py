@@ -5,8 +5,10 @@ Invariant: nothing is cut twice over one axis.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,18 +16,19 @@ import torch
 from .kernels.arguments import check_value
 from .kernels.errors import SpecError, message
 from .mesh import trees
-from .mesh.agreement import path_in
+from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.launch.alike import given_argument, refuse_differing
 from .mesh.program import describe_path
 from .mesh.put import specs_for
 from .mesh.region import Region
-from .mesh.replication.net import active, mark, marked
+from .mesh.replication.following import follow
+from .mesh.replication.net import Net, active, mark, marked, plain_number
 from .mesh.replication.values import Check
-from .mesh.spec import P, Sharded, is_sharded
+from .mesh.spec import REPLICATED, P, Sharded, is_sharded
 from .transforms import all_gather
 
 
-def check_alike(name: str, tree: Any, region: Region, looked: Check) -> None:
+def check_arguments(name: str, tree: Any, region: Region, looked: Check) -> None:
     """Refuse arguments that ranks give differently to a call in `mesh.run`, where each gives all of them.
 
     Args:
@@ -33,31 +36,61 @@ def check_alike(name: str, tree: Any, region: Region, looked: Check) -> None:
         tree: (args, kwargs).
         looked: how much of the call is checked, on all ranks the same.
     """
+    remedy = "give every rank the whole value; call in mesh.run what @spmd wraps, to compute with each rank's own"
+    _check_alike(
+        tree, f"the arguments of {name}", lambda path: f"{describe_path(path)} of {name}", region, looked, remedy
+    )
+
+
+def check_results(name: str, result: Any, region: Region, looked: Check) -> None:
+    """Refuse whole results of a call in `mesh.run` that ranks have differently; see `check_arguments`."""
+    remedy = "psum or pmean it, or give it a spec such as out_specs=P(...); call in mesh.run what @spmd wraps, to have "
+    remedy += "each rank's own"
+    _check_alike(result, f"the results of {name}", lambda path: f"result {path} of {name}", region, looked, remedy)
+
+
+@contextlib.contextmanager
+def following(name: str, region: Region) -> Iterator[Callable[[Any], Any]]:
+    """In the block of a call in `mesh.run`, follow what may differ between ranks; gives what refuses such results."""
+    net = Net(region.session.layout.axes)
+
+    def checked(result: Any) -> Any:
+        leaves, treedef = trees.flatten(result, is_leaf=is_sharded)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                about = OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype, varying=net.uncovered(leaf, frozenset()))
+                what = f"result {path_in(treedef, index)} of {name}"
+                refuse_varying(region.session.layout, about, what, region.session.where())
+        return trees.unflatten(treedef, [plain_number(leaf) for leaf in leaves])
+
+    with follow(net, None):
+        yield checked
+
+
+def _check_alike(
+    tree: Any, all_of_them: str, name_of: Callable[[str], str], region: Region, looked: Check, remedy: str
+) -> None:
     leaves, treedef = trees.flatten(tree, is_leaf=is_sharded)
     given: list[Any] = [(trees.keys_text(treedef), None)]
 
     def called(number: int) -> str:
-        return f"{describe_path(path_in(treedef, number))} of {name}"
+        return name_of(path_in(treedef, number))
 
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             check_value(leaf, functools.partial(called, number), cut=False)
-        given.append(given_argument(leaf, looked))
-    refuse_differing(
-        region.session.comm().all_gather_bytes(pickle.dumps(tuple(given))),
-        f"the arguments of {name}",
-        called,
-        region.session.where(),
-        "give every rank the whole value; call in mesh.run what @spmd wraps, to compute with each rank's own",
-    )
+        given.append(given_argument(plain_number(leaf), looked))
+    gathered = region.session.comm().all_gather_bytes(pickle.dumps(tuple(given)))
+    refuse_differing(gathered, all_of_them, called, region.session.where(), remedy)
 
 
-def cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
+def cut_here(leaf: Any, spec: P, region: Region, name: str) -> Any:
     """This rank's part of a tensor that is the same on all ranks; a tensor that is already cut this way stays as it is.
 
     Which tensors came in cut is known on every call. A tensor computed from one is recognised only on a call in which
-    replication is followed, and is refused there.
+    replication is followed, and is refused there. `name` is that of the function which is called.
     """
+    where = f"a call of {name} within a region"
     if not isinstance(leaf, torch.Tensor):
         raise SpecError(
             message(f"an argument cannot be cut by {spec}", got=type(leaf).__name__, expected="a tensor", where=where)
@@ -79,7 +112,7 @@ def cut_here(leaf: Any, spec: P, region: Region, where: str) -> Any:
     region.session.layout.check_shape(tuple(leaf.shape), spec, where=where)
     part = mark(region.session.layout.cut(leaf, spec, region.session.rank), known | spec.axes)
     if net is not None:
-        net.override(part, differs | spec.axes, "")
+        net.override(part, differs | spec.axes, f"an argument of {name}")
     return part
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _trace
-from ._nested import check_alike, cut_here, declared_aux, declared_like, join_here
+from ._nested import check_arguments, check_results, cut_here, declared_aux, declared_like, following, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
@@ -19,12 +19,13 @@ from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
 from .mesh.program import Program
 from .mesh.put import specs_for
-from .mesh.region import current
+from .mesh.region import Region, current
 from .mesh.remote.regions import on_ranks
-from .mesh.replication.values import check_of
+from .mesh.replication.net import active
+from .mesh.replication.values import Check, check_of
 from .mesh.request import Request
 from .mesh.spec import REPLICATED, P, is_sharded, is_spec
-from .transforms import Transformable, parallel_step
+from .transforms import Transformable, in_gradient, parallel_step
 
 CHECKS = ("first", "always", "never")
 
@@ -232,6 +233,7 @@ class Spmd(Transformable):
                     remedy="leave mesh= out where one @spmd function calls another",
                 )
             )
+        looked = Check.NOTHING
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
             if region.by_some:
@@ -242,7 +244,13 @@ class Spmd(Transformable):
             region.calls[same] += 1
             count = region.calls[same]
             looked = check_of(self._check, count, region.session.layout.size, first=count == 1)
-            check_alike(self._name, (bound.args, bound.kwargs), region, looked)
+            check_arguments(self._name, (bound.args, bound.kwargs), region, looked)
+        if looked is Check.TYPES and active() is None:
+            with following(self._name, region) as check_types:
+                return check_types(self._cut(bound, region, looked))
+        return self._cut(bound, region, looked)
+
+    def _cut(self, bound: inspect.BoundArguments, region: Region, looked: Check) -> Any:
         tree = (bound.args, bound.kwargs)
         specs = self._specs(bound)
         shared: set[str] = set()
@@ -252,11 +260,14 @@ class Spmd(Transformable):
                 zip(leaves, specs_for(specs, tree, f"in_specs of {self._name}"), strict=True)
             ):
                 if spec is not None and spec.entries:
-                    part = cut_here(leaf, spec, region, f"a call of {self._name} within a region")
+                    part = cut_here(leaf, spec, region, self._name)
                     shared |= spec.axes if part is leaf else set()
                     leaves[index] = part
             tree = trees.unflatten(treedef, leaves)
-        return self._joined(self._f(*tree[0], **tree[1]), shared)
+        result = self._joined(self._f(*tree[0], **tree[1]), shared)
+        if looked and not shared and not in_gradient():  # there a value is its mean over the ranks
+            check_results(self._name, result, region, looked)
+        return result
 
     def _joined(self, result: Any, shared: set[str]) -> Any:
         """Results as the caller, within a region, sees them: whole along the axes that this call cut."""

@@ -356,7 +356,7 @@ def test_calls_within_a_region(mesh, square):
 
 def test_arguments_of_a_step_in_run_are_compared_on_calls_1_2_4_8(mesh):
     def accepted(check):
-        step = spmd(torch.sum, check=check)
+        step = spmd(torch.neg, check=check)
         for number in range(1, 9):
             step(torch.ones(3))
             try:
@@ -367,6 +367,20 @@ def test_arguments_of_a_step_in_run_are_compared_on_calls_1_2_4_8(mesh):
         return None
 
     assert mesh.run(lambda: [accepted(check) for check in ("first", "always", "never")]) == [[3, None, 1]] * mesh.size
+
+
+def test_whole_results_of_a_call_in_run_are_the_same_on_all_ranks(mesh):
+    total = spmd(torch.sum, in_specs=P("data"))
+    with pytest.raises(SpecError, match=r"result .* of sum may differ between ranks along data; .*psum or pmean"):
+        mesh.run(lambda: float(total(torch.ones(4))))
+    which = spmd(lambda: axis_index("data"))
+    with pytest.raises(SpecError, match=r"of <lambda> should be the same on all ranks.*got rank 0: 0; rank 1: 1"):
+        mesh.run(lambda: which())
+    summed = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"))
+    parts = spmd(lambda x: x * 2, in_specs=P("data"), out_specs=P("data"))
+    assert (
+        mesh.run(lambda: (float(summed(torch.ones(4))), parts(torch.arange(4)).tolist())) == [(4.0, [0, 2, 4, 6])] * 2
+    )
 
 
 def test_a_captured_mesh_is_the_ranks_own_view(square):
