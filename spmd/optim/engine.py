@@ -159,7 +159,7 @@ class Engine:
         together = [one for some in lent for one in some]
         for one in together:
             if scale is not None:
-                one.param.grad = one.grad * scale.to(one.grad.dtype)
+                one.param.grad = one.grad * scale.to(one.grad)
             else:
                 keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()
