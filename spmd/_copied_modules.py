@@ -54,21 +54,22 @@ def duplicate(skeleton: nn.Module) -> nn.Module:
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy; `memo` has what stands for which tensors."""
-    functions = _Functions(module)
-    for function in functions.found:
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    referring = _Referring(module)
+    for function in referring.functions:
+        # Other cells stay, so that what functions share by `nonlocal` they still do.
+        cells = (memo.setdefault(id(one), types.CellType()) if one in referring else one for one in _cells(function))
         memo[id(function)] = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, closure=cells
+            function.__code__, function.__globals__, function.__name__, closure=tuple(cells)
         )
     new = copy.deepcopy(module, memo)
 
     def copy_of(part: Any) -> Any:
-        return copy.deepcopy(part, memo) if functions.refers(part) else part
+        return copy.deepcopy(part, memo) if part in referring else part
 
-    for function in functions.found:
+    for function in referring.functions:
         own = memo[id(function)]
-        for cell, filled in zip(own.__closure__ or (), function.__closure__ or (), strict=True):
-            if not _is_empty(filled):
+        for cell, filled in zip(_cells(own), _cells(function), strict=True):
+            if cell is not filled:
                 cell.cell_contents = copy_of(filled.cell_contents)
         own.__defaults__, own.__kwdefaults__ = copy_of(function.__defaults__), copy_of(function.__kwdefaults__)
         own.__qualname__, own.__module__, own.__doc__ = function.__qualname__, function.__module__, function.__doc__
@@ -76,35 +77,47 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return new
 
 
-class _Functions:
-    """Which functions a module keeps that refer to it, to its parts or tensors: as attributes, hooks, in lists.
+class _Referring:
+    """What a module keeps, as attributes, hooks, in lists, that refers to it, to its parts or tensors.
 
     Attributes:
-        found: these functions.
+        functions: the functions among it.
     """
 
     def __init__(self, module: nn.Module):
-        own = [*module.modules(), *module.parameters(), *module.buffers()]
-        self._refers = dict.fromkeys(map(id, own), True)
-        self.found: list[types.FunctionType] = []
-        for submodule in module.modules():
-            self.refers(vars(submodule))
+        found: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
+        self._ids = set(map(id, found))
+        holders: dict[int, list[Any]] = {}  # of each object
+        seen: dict[int, Any] = {}
+        unseen: list[Any] = [vars(submodule) for submodule in module.modules()]
+        while unseen:
+            obj = unseen.pop()
+            if id(obj) in seen:
+                continue
+            seen[id(obj)] = obj
+            for part in _parts_of(obj):
+                if id(part) in self._ids or isinstance(part, _HOLDERS):
+                    holders.setdefault(id(part), []).append(obj)
+                    unseen.append(part)
+        while found:
+            new = [one for one in holders.pop(id(found.pop()), ()) if id(one) not in self._ids]
+            self._ids.update(map(id, new))
+            found += new
+        self.functions = [obj for obj in seen.values() if isinstance(obj, types.FunctionType) and obj in self]
 
-    def refers(self, obj: Any) -> bool:
-        """Whether an object refers to the module; only what can hold a function is looked into."""
-        known = self._refers.get(id(obj))
-        if known is None:
-            self._refers[id(obj)] = False  # until it is known, if it refers to itself
-            known = self._refers[id(obj)] = True in [self.refers(part) for part in _parts_of(obj)]
-            if known and isinstance(obj, types.FunctionType):
-                self.found.append(obj)
-        return known
+    def __contains__(self, obj: Any) -> bool:
+        return id(obj) in self._ids
+
+
+# What can hold a function; nothing else is looked into.
+_HOLDERS = (types.FunctionType, types.CellType, types.MethodType, functools.partial, dict, list, tuple, set)
 
 
 def _parts_of(obj: Any) -> Iterable[Any]:
     if isinstance(obj, types.FunctionType):
-        cells = [cell.cell_contents for cell in obj.__closure__ or () if not _is_empty(cell)]
-        return [*cells, obj.__defaults__, obj.__kwdefaults__, vars(obj)]
+        return [*_cells(obj), obj.__defaults__, obj.__kwdefaults__, vars(obj)]
+    if isinstance(obj, types.CellType):
+        return _contents(obj)
     if isinstance(obj, types.MethodType):
         return [obj.__func__, obj.__self__]
     if isinstance(obj, functools.partial):
@@ -114,8 +127,12 @@ def _parts_of(obj: Any) -> Iterable[Any]:
     return obj if isinstance(obj, list | tuple | set) else ()
 
 
-def _is_empty(cell: types.CellType) -> bool:
+def _cells(function: types.FunctionType) -> tuple[types.CellType, ...]:
+    return function.__closure__ or ()
+
+
+def _contents(cell: types.CellType) -> list[Any]:
     try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []

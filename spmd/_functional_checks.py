@@ -113,8 +113,10 @@ class Lent(DispatchMode):
         lent = {id(value) for value in values}
         old = {} if original is None else dict(original.named_parameters())
         self._old = {id(value): name for name, value in old.items() if value.requires_grad and id(value) not in lent}
+        on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
+        own = () if on_meta else (*skeleton.named_parameters(), *skeleton.named_buffers())
+        self._emptied = {id(tensor): name for name, tensor in own if tensor.is_meta}
         self._skeleton = skeleton
-        self._on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in values)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         for tensor in tensors_in([*args, *kwargs.values()]):
@@ -128,13 +130,12 @@ class Lent(DispatchMode):
                         "as a local variable",
                     )
                 )
-            if tensor.is_meta and not self._on_meta:
-                names = [name for name, own in self._skeleton.named_parameters() if own.shape == tensor.shape]
+            if id(tensor) in self._emptied:
                 raise SpecError(
                     message(
                         f"{type(self._skeleton).__name__} computes with a parameter that it keeps outside of its "
                         "place, such as in a list or a function, where functional can't give it another value",
-                        got=f"shape {list(tensor.shape)}{f', as of {names[0]!r}' if names else ''}",
+                        got=repr(self._emptied[id(tensor)]),
                         remedy="let forward read it from its module, as in self.layer.weight; parameters without a "
                         "module belong in nn.ParameterList or nn.ParameterDict",
                     )

@@ -314,6 +314,20 @@ def asked_of_a_lost_zygote(mesh: Any) -> tuple[str, int | None]:
     return "", None
 
 
+def asked_by_a_rank_that_ended() -> tuple[Any, list[int]]:
+    """What the zygote reads from a rank that has ended in the middle of a request, and had an answer to read."""
+    import socket
+
+    from spmd.mesh.rank.descriptors import Exited, receive, send
+
+    rank, zygote = socket.socketpair()
+    with zygote:
+        send(zygote, Exited(1, 0), [])
+        rank.sendall((9).to_bytes(8, "little"))
+        rank.close()
+        return receive(zygote)
+
+
 def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
     """Call `do` with the new ranks' processes when a mesh over several hosts is about to move its values to them."""
     from spmd.mesh.resizing import newcomers

@@ -94,31 +94,31 @@ encode, decode = _codec.encode, _codec.decode
 
 
 def send(connection: socket.socket, message: Message, fds: list[int]) -> None:
-    data = encode(message)
+    content = encode(message)
+    data = len(content).to_bytes(8, "little") + content
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with contextlib.suppress(ConnectionError):
-        connection.sendmsg([len(data).to_bytes(8, "little")], rights)
-        connection.sendall(data)
+        # At once, as far as it fits, so that nobody waits for the rest from a process that is stopped in between.
+        connection.sendall(data[connection.sendmsg([data], rights) :])
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
     """One message and its descriptors, or (None, []) at the end of the stream."""
+    fds, data = array.array("i"), b""
     try:
         head, ancillary, _, _ = connection.recvmsg(
             8, socket.CMSG_SPACE(64), socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         )
+        for _, _, content in ancillary:
+            fds.frombytes(content)
+        if len(head) < 8:
+            return None, []
+        length = int.from_bytes(head, "little")
+        while len(data) < length:
+            piece = connection.recv(length - len(data))
+            if not piece:
+                return None, []
+            data += piece
     except ConnectionError:
         return None, []
-    fds = array.array("i")
-    for _, _, content in ancillary:
-        fds.frombytes(content)
-    if len(head) < 8:
-        return None, []
-    data = b""
-    length = int.from_bytes(head, "little")
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        if not piece:
-            return None, []
-        data += piece
     return decode(data), list(fds)

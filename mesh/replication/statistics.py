@@ -46,10 +46,15 @@ def joins_samples(
 
 
 def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:
-    """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`."""
+    """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`.
+
+    It is -1 if the second dimension is as long: then that may be the one of the samples, as where the time comes first.
+    """
     name, _ = operation_name(func)
     if name not in ("select", "unbind") or args[0].is_nested:
         return None
     if args[0].shape[0] != samples or (*args, 0)[1] % args[0].dim():
         return None
+    if samples in args[0].shape[1:2]:
+        return -1
     return index if name == "unbind" else args[2] % samples

@@ -97,7 +97,10 @@ def test_a_function_that_a_module_keeps_computes_with_the_weights_given(shared_m
 
 
 class KeepsOthers(nn.Module):
-    """Functions that capture it as hooks, in a dictionary, inside another function, as a default, around `forward`."""
+    """Functions that capture it as hooks, in a dictionary, inside another function, as a default, around `forward`.
+
+    One finds others in the dictionary that it is in.
+    """
 
     def __init__(self):
         super().__init__()
@@ -105,11 +108,28 @@ class KeepsOthers(nn.Module):
         plain, inner = self.layer.forward, lambda x: self.layer(x)
         self.layer.forward = lambda x: plain(x) + 1
         self.layer.register_forward_hook(lambda module, args, out: out * self.scale)
-        self.parts = {"a": [lambda x: self.layer(x)], "b": lambda x, layer=self.layer: layer(x)}
+        parts = self.parts = {"a": [lambda x: self.layer(x)], "b": lambda x, layer=self.layer: layer(x)}
+        self.parts["c"] = lambda x: parts["b"](x)
         self.outer = lambda x: inner(x)
 
     def forward(self, x):
-        return self.parts["a"][0](x) + self.parts["b"](x) * self.outer(x)
+        return self.parts["a"][0](x) + self.parts["c"](x) * self.outer(x)
+
+
+class SharesAVariable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, found = nn.Linear(3, 3), None
+
+        def find(module, args, out):
+            nonlocal found
+            found = out + self.layer.bias
+
+        self.layer.register_forward_hook(find)
+        self.found = lambda: found
+
+    def forward(self, x):
+        return self.layer(x) * self.found()
 
 
 class KeepsItsWeight(nn.Module):
@@ -130,6 +150,12 @@ def test_functions_wherever_a_module_keeps_them_compute_with_the_weights_given()
         assert torch.equal(function(given, x), other(x)) and torch.equal(function(params, x), module(x))
 
 
+def test_functions_that_a_module_keeps_go_on_sharing_a_variable():
+    module, x = SharesAVariable(), torch.randn(2, 3)
+    apply, params = functional(module)
+    assert torch.equal(apply(params, x), module(x))
+
+
 @pytest.mark.parametrize("kept", [lambda w: [w], lambda w: lambda x: x @ w.t(), lambda w: partial(F.linear, weight=w)])
 def test_a_weight_that_is_kept_outside_of_its_place_is_refused(kept):
     """torch would compute with memory of nobody, without an error."""
@@ -139,6 +165,24 @@ def test_a_weight_that_is_kept_outside_of_its_place_is_refused(kept):
             SpecError, match=r"KeepsItsWeight computes with a parameter .*'layer.weight'.*ParameterList"
         ):
             apply(params, torch.randn(2, 3))
+
+
+def test_a_buffer_that_is_kept_outside_of_its_place_is_refused():
+    module = KeepsItsWeight(lambda w: [torch.ones(3, 3)])
+    module.register_buffer("scale", module.kept[0])
+    apply, params, buffers = functional_with_buffers(module)
+    with pytest.raises(SpecError, match="'scale'"):
+        apply(params, buffers, torch.randn(2, 3))
+
+
+class ComputesAShape(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(torch.empty(x.shape, device="meta").flip(0).shape)
+
+
+def test_a_module_may_compute_without_memory():
+    apply, params = functional(ComputesAShape(3, 3))
+    assert apply(params, torch.randn(2, 3)).shape == (2, 3)
 
 
 def test_old_weights_that_a_hook_takes_from_a_global_variable_are_refused():

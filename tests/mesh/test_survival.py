@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arena_bytes, asked_of_a_lost_zygote, zygote_of, zygote_that_stands_by
+from internals import arena_bytes, asked_by_a_rank_that_ended, asked_of_a_lost_zygote, zygote_of, zygote_that_stands_by
 from patience import HANGS, end_within, until
 from scripts import run
 from torch import nn
@@ -154,6 +154,11 @@ def test_a_zygote_that_another_mesh_has_found_lost_first(make_mesh):
     w = put(torch.arange(3.0), mesh=mesh)
     assert asked_of_a_lost_zygote(mesh) == ("ZygoteLost", None)  # which has the rank forked from the next
     assert w.full().tolist() == [0, 1, 2]
+
+
+def test_a_rank_that_ends_while_it_asks_for_a_process():
+    """The zygote, which would end with all its ranks, takes it for the end of the stream."""
+    assert asked_by_a_rank_that_ended() == (None, [])
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

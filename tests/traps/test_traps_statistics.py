@@ -151,7 +151,10 @@ def one_by_one(p: Any, b: Any) -> Any:
     x = torch.stack([torch.cat([row[:3] - row[0] * row[1], row[3:]]) for row in b["x"]])
     table = b["x"][:, :1] * torch.arange(10.0)  # each sample has as many numbers as there are samples here
     last = last + torch.stack([row.mean() + row[0] - row[1] for row in table])
-    return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last)
+    final = torch.zeros(len(gain))
+    for step in table.T:  # which are as many steps
+        final = step + 0.9 * final
+    return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last + final)
 
 
 def of_parameters(p: Any, b: Any) -> Any:
