@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from bodies import never_finish_writing
-from host_processes import parent_of
 from internals import compare_late_output
 from patience import HANGS, running, slowness, until
 from scripts import script
@@ -154,7 +153,7 @@ class Numbered(Dataset):
         return 24
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"id": index, "pid": os.getpid(), "rank": parent_of(os.getppid()), "noise": torch.rand(())}
+        return {"id": index, "pid": os.getpid(), "rank": os.getpgrp(), "noise": torch.rand(())}
 
 
 def test_workers_read_for_their_rank(mesh: Mesh, shared_mesh: Callable[..., Mesh]) -> None:
