@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,7 +50,6 @@ class Region:
         by_some: the body runs on some ranks only.
         looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
         looks: how many functions this region has offered for such a check so far.
-        calls: how often the body, if it is no @spmd function itself, has called each of these, by name and code.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
         updates: the steps of optimizers, at the first call of a signature (see `is_dropped`); None at later ones.
         differentiated: the tensors that gradients were taken with respect to, at such a call.
@@ -70,7 +68,6 @@ class Region:
     by_some: bool = False
     looked_at: set[Any] = dataclasses.field(default_factory=set)
     looks: int = 0
-    calls: Counter[Any] = dataclasses.field(default_factory=Counter)
     updates: list[Update] | None = None
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
 

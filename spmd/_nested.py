@@ -23,12 +23,57 @@ from .mesh.put import specs_for
 from .mesh.region import Region
 from .mesh.replication.following import follow
 from .mesh.replication.net import Net, active, mark, marked, plain_number
-from .mesh.replication.values import Check
+from .mesh.replication.values import Check, check_of
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded
 from .transforms import all_gather
 
 
-def check_arguments(name: str, tree: Any, region: Region, looked: Check) -> None:
+def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, run: Callable[[Check], Any]) -> Any:
+    """A call of an `@spmd` function in `mesh.run`, by all ranks with the same arguments.
+
+    The first call of a signature that succeeds is followed: its results may not be what differs between ranks.
+
+    Args:
+        name: of the function `f`.
+        tree: (args, kwargs).
+        check: as given to `spmd`.
+        run: makes the call; it is given how much is checked, on all ranks the same.
+    """
+    calls, same = region.session.calls_in_run, _signature(name, f, tree)
+    calls[same] = count = calls.get(same, 0) + 1
+    try:
+        looked = check_of(check, count, region.session.layout.size, first=count == 1)
+        _check_arguments(name, tree, region, looked)
+        if looked is Check.TYPES and active() is None:
+            with _following(name, region) as check_types:
+                return check_types(run(looked))
+        return run(looked)
+    except BaseException:
+        if count == 1:
+            del calls[same]
+        raise
+
+
+def check_results(name: str, result: Any, region: Region, looked: Check) -> None:
+    """Refuse whole results of a call in `mesh.run` that ranks have differently; see `check_arguments`."""
+    remedy = "psum or pmean it, or give it a spec such as out_specs=P(...); call in mesh.run what @spmd wraps, to have "
+    remedy += "each rank's own"
+    _check_alike(result, f"the results of {name}", lambda path: f"result {path} of {name}", region, looked, remedy)
+
+
+def _signature(name: str, f: Callable, tree: Any) -> tuple:
+    """What calls in `mesh.run` have in common of which only the first is followed."""
+    leaves, treedef = trees.flatten(tree, is_leaf=is_sharded)
+    return name, getattr(f, "__code__", None), treedef, tuple(map(_kind, leaves))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if leaf is None or type(leaf) in (bool, str) else type(leaf)
+
+
+def _check_arguments(name: str, tree: Any, region: Region, looked: Check) -> None:
     """Refuse arguments that ranks give differently to a call in `mesh.run`, where each gives all of them.
 
     Args:
@@ -42,15 +87,8 @@ def check_arguments(name: str, tree: Any, region: Region, looked: Check) -> None
     )
 
 
-def check_results(name: str, result: Any, region: Region, looked: Check) -> None:
-    """Refuse whole results of a call in `mesh.run` that ranks have differently; see `check_arguments`."""
-    remedy = "psum or pmean it, or give it a spec such as out_specs=P(...); call in mesh.run what @spmd wraps, to have "
-    remedy += "each rank's own"
-    _check_alike(result, f"the results of {name}", lambda path: f"result {path} of {name}", region, looked, remedy)
-
-
 @contextlib.contextmanager
-def following(name: str, region: Region) -> Iterator[Callable[[Any], Any]]:
+def _following(name: str, region: Region) -> Iterator[Callable[[Any], Any]]:
     """In the block of a call in `mesh.run`, follow what may differ between ranks; gives what refuses such results."""
     net = Net(region.session.layout.axes)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import _trace
-from ._nested import check_arguments, check_results, cut_here, declared_aux, declared_like, following, join_here
+from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
@@ -21,8 +21,7 @@ from .mesh.program import Program
 from .mesh.put import specs_for
 from .mesh.region import Region, current
 from .mesh.remote.regions import on_ranks
-from .mesh.replication.net import active
-from .mesh.replication.values import Check, check_of
+from .mesh.replication.values import Check
 from .mesh.request import Request
 from .mesh.spec import REPLICATED, P, is_sharded, is_spec
 from .transforms import Transformable, in_gradient, parallel_step
@@ -233,22 +232,17 @@ class Spmd(Transformable):
                     remedy="leave mesh= out where one @spmd function calls another",
                 )
             )
-        looked = Check.NOTHING
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
             if region.by_some:
                 problem = f"a function that mesh.run calls on some ranks cannot call {self._name}, an @spmd function"
                 remedy = "leave ranks= out, or call in it what @spmd wraps"
                 raise MeshError(message(problem, where=region.session.where(), remedy=remedy))
-            same = (self._name, getattr(self._f, "__code__", None))
-            region.calls[same] += 1
-            count = region.calls[same]
-            looked = check_of(self._check, count, region.session.layout.size, first=count == 1)
-            check_arguments(self._name, (bound.args, bound.kwargs), region, looked)
-        if looked is Check.TYPES and active() is None:
-            with following(self._name, region) as check_types:
-                return check_types(self._cut(bound, region, looked))
-        return self._cut(bound, region, looked)
+            tree = (bound.args, bound.kwargs)
+            return call_in_run(
+                self._name, self._f, tree, region, self._check, lambda looked: self._cut(bound, region, looked)
+            )
+        return self._cut(bound, region, Check.NOTHING)
 
     def _cut(self, bound: inspect.BoundArguments, region: Region, looked: Check) -> Any:
         tree = (bound.args, bound.kwargs)

@@ -71,6 +71,7 @@ class RankSession(Owned):
         self.regions = 0
         self.closed = False
         self.members_since = 1  # the generation in which a rank was last replaced
+        self.calls_in_run: dict[Any, int] = {}  # of @spmd functions, by signature; the same on all ranks
         self.run_state = RunState()
         # On a launched rank: for each @spmd function, its calls by signature; see `calling`.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -318,6 +319,7 @@ class RankSession(Owned):
     def renew(self, generation: int) -> None:
         """Go on after a failure; every communicator is opened again when it is next asked for or used."""
         self.watch.generation = generation
+        self.calls_in_run.clear()  # a rank may have failed before the others did
 
     def close(self) -> None:
         self.closed = True

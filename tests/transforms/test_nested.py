@@ -89,3 +89,49 @@ def test_values_move_from_one_spec_to_another(mesh: Mesh) -> None:
 def test_partial_use_of_a_mesh(mesh: Mesh) -> None:
     mean = spmd(lambda x: pmean(x, "model"), mesh=mesh, in_specs=P("data"), out_specs=P("data"), check="always")
     assert mean(torch.arange(4.0)).full().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+ran: list[int] = []
+
+
+def counted(graph, inputs):
+    def run(*args):
+        ran.append(1)
+        return graph.forward(*args)
+
+    return run
+
+
+@torch.compile(backend=counted)
+def doubled(x):
+    return (x * 2).sum()
+
+
+compiled_total = spmd(lambda x: psum(doubled(x), "data"), in_specs=P("data"))
+
+
+def calls_of_the_compiled(x):
+    compiled_total(x)
+    return len(ran)
+
+
+def test_of_equal_calls_in_mesh_run_only_the_first_is_followed(shared_mesh: Callable[..., Mesh]) -> None:
+    """Following would run what is compiled op by op each time."""
+    mesh, x = shared_mesh({"data": 2}), torch.ones(8)
+    assert [mesh.run(calls_of_the_compiled, x) for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert mesh.run(calls_of_the_compiled, torch.ones(4)) == [2, 2]  # of another signature
+
+
+def test_a_call_in_mesh_run_that_failed_is_followed_again(shared_mesh: Callable[..., Mesh]) -> None:
+    mesh, x = shared_mesh({"data": 2}), torch.ones(8)
+
+    def checked(x, fail):
+        total = (x > 0).sum()
+        if fail[0]:
+            raise ValueError("as asked")
+        return total
+
+    step = spmd(checked, in_specs=(P("data"), None))
+    for fail, error in (([True], ValueError), ([False], SpecError), ([False], SpecError)):
+        with pytest.raises(error, match=r"as asked|may differ between ranks"):
+            mesh.run(lambda x, fail: step(x, fail), x, fail)
