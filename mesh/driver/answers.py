@@ -128,10 +128,11 @@ class Answers(Owned):
             found = {rank: task.last_results[rank] for rank in found}
         task.answers.update({rank: (kind, value) for rank, value in found.items()})
         for rank, value in found.items() if kind != "ok" else ():
+            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
             if isinstance(value, Failure) and value.ends:
                 self._session.ranks.all[rank].ends = value.ends
-            own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
-            if not own_fault:
+                self._recovery.begin(f"rank {rank} {value.ends}", first_failed=task.number)
+            elif not own_fault:
                 self._recovery.begin(first_failed=task.number)
 
     def _bar(self, rank: Rank, progress: protocol.Progress) -> None:

@@ -466,6 +466,30 @@ def test_a_rank_that_can_use_its_gpu_no_more_is_replaced(make_mesh, caplog):
     assert "ranks 0-1 ended, as its process can use its GPU no more: CUDA error: device-side" in caplog.text
 
 
+def test_a_rank_that_can_use_its_gpu_no_more_as_a_value_is_fetched(make_mesh):
+    """What is called next waits until the rank has been replaced, instead of being lost with it."""
+    mesh = make_mesh({"data": 2})
+    doubled = spmd(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    def fail():
+        from spmd.kernels.cuda import placement
+        from spmd.mesh.protocol import FetchValue
+        from spmd.mesh.rank.tasks import DO
+
+        def fetch(*args):
+            placement.fault = lambda: "CUDA error: device-side assert triggered"
+            raise RuntimeError("of what came before")
+
+        DO[FetchValue] = fetch
+
+    for _ in range(3):
+        mesh.run(fail)
+        with raises(RuntimeError, "of what came before"):
+            doubled(torch.ones(2)).full()
+        assert mesh.run(axis_index, "data") == [0, 1]
+        assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 def test_a_rank_leaves(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
