@@ -6,9 +6,7 @@ The same object serves a rank of a driver (`worker.py` runs it) and a launched r
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +25,14 @@ from ...kernels.torch_private import outside_torch_func
 from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
+from ..strides import frozen_as
+from .cores import spread
 from .counted import CountedCommunicator, thread
 from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
 
 _PAGEABLE_BYTES = 1 << 16  # up to so many, CUDA copies without waiting from memory that is not pinned
 # It gives -1 where the C library lacks the function.
-_current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
-_CORES = os.cpu_count() or 1
 _TRIM_REGIONS = 16  # after this many, the arena's heap gives back memory that they did not use
 
 
@@ -219,16 +217,16 @@ class RankSession(Owned):
             self.leases.overwrite()
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on this rank's device: itself, if it is there already.
+        """A tensor on this rank's device: itself, if it is there already; a frozen parameter stays one.
 
         Large tensors are pinned first, since this process would have to wait while pageable memory is copied to a GPU.
         """
         if tensor.device == self.device:
             return tensor
-        to_gpu = self.device.type == "cuda"
+        given, to_gpu = tensor, self.device.type == "cuda"
         if to_gpu and tensor.is_cpu and tensor.layout is torch.strided and tensor.nbytes > _PAGEABLE_BYTES:
             tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=to_gpu)
+        return frozen_as(given, tensor.to(self.device, non_blocking=to_gpu))
 
     def check(self) -> None:
         """Raise the error of an operation that runs asynchronously on a GPU and has failed since it was started."""
@@ -328,23 +326,3 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
-
-
-def spread(index: int, ranks: int) -> None:
-    """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one.
-
-    A kernel that wakes several ranks at once tends to put them on the core that woke them, and takes its time to spread
-    them: two ranks on one of two cores make a step twice as long. A rank isn't bound to its core: if that is busy, the
-    kernel may move it.
-    """
-    threads = torch.get_num_threads()
-    if ranks < 2 or ranks * threads > _CORES:  # known without asking which cores are allowed
-        return
-    allowed = sorted(os.sched_getaffinity(0))
-    if ranks * threads > len(allowed):
-        return
-    own = allowed[index * threads : (index + 1) * threads]
-    if _current_core() in (*own, -1):
-        return
-    os.sched_setaffinity(0, own[:1])
-    os.sched_setaffinity(0, allowed)

@@ -20,6 +20,7 @@ from ..region import Region, inside, reseed
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
 from ..resizing.shares import Shares
+from ..strides import frozen_as
 from .state import RankState
 
 
@@ -90,7 +91,7 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
 
 def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Any:
     (tensor,), _ = state.values.gather((task.call, task.index, task.index + 1))
-    found = tensor.cpu()
+    found = frozen_as(tensor, tensor.cpu())
     state.session.check()  # if the GPU was stopped, the contents are arbitrary
     return found
 

@@ -50,6 +50,15 @@ def test_a_failed_assertion_in_a_kernel(mesh: Mesh) -> None:
         assert rows(table, torch.tensor([1])).tolist() == [[0.0, float(mesh.size), 0.0, 0.0]]
 
 
+def test_frozen_parameters_stay_frozen(mesh: Mesh) -> None:
+    frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+    for spec in (P(), P("data")):
+        placed = put(frozen, spec, mesh=mesh)
+        assert all(isinstance(shard, nn.Parameter) and not shard.requires_grad for shard in placed.shards())
+        kinds = on_mesh(lambda x: isinstance(x, nn.Parameter) and x.is_cuda, mesh=mesh, in_specs=spec)
+        assert kinds(placed) and kinds(frozen)
+
+
 def test_no_memory(mesh: Mesh) -> None:
     """The process goes on, and with it the values that it has."""
     kept = put(torch.ones(3), mesh=mesh)

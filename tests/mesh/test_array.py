@@ -102,6 +102,21 @@ def test_what_is_fetched_belongs_to_the_caller(mesh):
     assert array.full().tolist() == [0, 0, 0]
 
 
+def test_frozen_parameters_stay_frozen_on_another_device(mesh):
+    """As where ranks have GPUs: a step trained them there."""
+    frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def moved():
+        mesh.session.device = torch.device("meta")
+        try:
+            part = mesh.session.on_device(frozen)
+            return type(part), part.requires_grad, part.is_meta
+        finally:
+            mesh.session.device = torch.device("cpu")
+
+    assert mesh.run(moved) == [(torch.nn.Parameter, False, True)] * mesh.size
+
+
 def test_parameters_keep_what_they_are(mesh):
     frozen, trainable = torch.nn.Parameter(torch.ones(1), requires_grad=False), torch.nn.Parameter(torch.ones(1))
     arrays = put({"frozen": frozen, "trainable": trainable}, mesh=mesh)
