@@ -8,12 +8,10 @@ except for results that are no tensors.
 
 from __future__ import annotations
 
-import enum
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,16 +19,15 @@ import torch
 from ...kernels.errors import MeshError, SpecError, message
 from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
-from ..array import FREEZE, WAY, Array, Meta, refuse_gradients, refuse_ragged
+from ..array import FREEZE, WAY, Array, Meta, refuse_gradients
 from ..calling import call
 from ..program import Program
 from ..purity.writes import written_by
 from ..put import as_tensor, fetch, is_array
-from ..rank.local_values import shapes_over
-from ..rank.session import RankSession
-from ..region import current, require, reseed
+from ..rank.operation import Operation, Way
+from ..region import current
 from ..request import Request
-from ..spec import RAGGED, Layout, P, ragged_shape
+from ..spec import RAGGED, Layout, P
 
 # Elementwise functions of torch, by the names of functions, methods or operators.
 # fmt: off
@@ -119,16 +116,14 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     written = _written(func, name, args, kwargs)
     if written is not None:
         if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
-            remedy = "leave inplace=True out" if kwargs.get("inplace") else "write x = x + y"
-            remedy = "write x = torch.where(here, y, x)" if name == "setitem" else remedy
-            problem = f"torch's {name} would change an Array, whose value never changes"
-            raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
+            _refuse_write(name, inplace=kwargs.get("inplace"))
         return func(*fetch(args), **fetch(kwargs))
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         leaves = list(map(as_tensor, leaves))
         args, kwargs = trees.unflatten(treedef, leaves)
-    if name in ("to", "type_as") and (like := _like(args, kwargs)) is not None:
-        func, name, args, kwargs = torch.Tensor.to, "to", (args[0], like), {}
+    dtype = _dtype_of_other(args, kwargs) if name in ("to", "type_as") else None
+    if dtype is not None:
+        func, name, args, kwargs = torch.Tensor.to, "to", (args[0], dtype), {}
         leaves, treedef = trees.flatten((args, kwargs))
     way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
@@ -151,17 +146,18 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return results
 
 
+def _refuse_write(name: str, *, inplace: Any) -> NoReturn:
+    if name == "setitem":
+        remedy = "write x = torch.where(here, y, x)"
+    elif inplace:
+        remedy = "leave inplace=True out"
+    else:
+        remedy = "write x = x + y"
+    problem = f"torch's {name} would change an Array, whose value never changes"
+    raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
+
+
 run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
-
-
-class _Way(enum.Enum):
-    """What a rank passes to a function: its shards as they are, its shards by DTensor's rules, or whole values.
-
-    ADDED: its shard as it is, and the results are added up over the ranks. The rank looks how values are cut, since the
-    driver may not know it yet; for OWN they are cut as the driver expects, or are put so.
-    """
-
-    OWN, ADDED, RULES, WHOLE = "own", "added", "rules", "whole"
 
 
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
@@ -172,21 +168,21 @@ def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
 
 
 @functools.lru_cache(maxsize=_KINDS)
-def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tuple[_Way, Any, P]:
+def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tuple[Way, Any, P]:
     """How a function is called on the ranks, how its arguments are cut first, and how its result is cut."""
     metas = {index: kind for index, kind in enumerate(kinds) if isinstance(kind, Meta)}
     shapes = {index: getattr(kind, "shape", kind) for index, kind in enumerate(kinds) if kind is not None}
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
     if not cut:
-        return _Way.WHOLE, None, P()
+        return Way.WHOLE, None, P()
     elementwise = name in _ELEMENTWISE and (name != "where" or len(kinds) > 1)  # else `where` gives indices
     specs = _alike(layout, len(kinds), shapes, metas) if elementwise else None
     if specs is not None:
-        return _Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
+        return Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
     if name == "sum" and treedef == _ALONE:  # the sum of all elements, the most common reduction
-        return _Way.ADDED, None, P()
+        return Way.ADDED, None, P()
     even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
-    return _Way.RULES if even else _Way.WHOLE, None, P()
+    return Way.RULES if even else Way.WHOLE, None, P()
 
 
 def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[int, Meta]) -> list[P | None] | None:
@@ -233,86 +229,17 @@ def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
 
 
 @functools.lru_cache(maxsize=_KINDS)
-def _program(func: Callable, name: str, way: _Way, out: P, numbers: tuple[float, ...]) -> tuple[Program, _Operation]:
-    operation = _Operation(func, way)
+def _program(func: Callable, name: str, way: Way, out: P, numbers: tuple[float, ...]) -> tuple[Program, Operation]:
+    operation = Operation(func, way)
     return Program(operation, out, name), operation
-
-
-class _Operation:
-    """What a rank does: the function itself, with the same random numbers on all ranks."""
-
-    def __init__(self, func: Callable, way: _Way):
-        self.func, self._way = func, way
-        self._on_shards: dict[Any, bool] = {}  # by kind of arguments; it must be the same on all ranks
-        self._generation = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        region = require("an operation on Arrays")
-        if self._way is _Way.ADDED:
-            return _added(region.session, self.func, *args)
-        kind = _kind(args, kwargs) if self._way is _Way.RULES else None
-        if self._generation != region.session.watch.generation:  # replacement ranks know none
-            self._on_shards, self._generation = {}, region.session.watch.generation
-        if kind is not None and self._on_shards.get(kind, True):
-            # By name: torch's DTensor stands above this file.
-            propagation = importlib.import_module("spmd.torch_distributed.propagation")
-            if len(self._on_shards) >= _KINDS:
-                self._on_shards.clear()
-            try:
-                result, of_shards = propagation.on_shards(
-                    region, self.func, args, kwargs, first=kind not in self._on_shards
-                )
-                self._on_shards[kind] = of_shards
-                return result
-            except propagation.NeedsWhole:
-                self._on_shards[kind] = False
-        if self._way is not _Way.OWN:
-            whole = functools.partial(_whole, region.session, self._way is _Way.RULES)
-            args, kwargs = trees.map(whole, (args, kwargs))
-        reseed(region)
-        return self.func(*args, **kwargs)
-
-
-def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What decides whether DTensor has a rule."""
-    leaves, treedef = trees.flatten((args, kwargs))
-    return treedef, *(
-        (_spec(leaf), leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
-
-
-def _spec(leaf: torch.Tensor) -> P:
-    return leaf._spmd_spec  # type: ignore[attr-defined]
-
-
-def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.Tensor:
-    # Like torch itself, add 16-bit numbers in 32 bits and round once.
-    total = func(shard, dtype=torch.float32) if shard.dtype in (torch.float16, torch.bfloat16) else func(shard)
-    axes = _spec(shard).axes
-    session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
-    return total.to(shard.dtype) if shard.is_floating_point() else total
-
-
-def _whole(session: RankSession, even: bool, leaf: Any) -> Any:
-    """The whole value on each rank, from its shards; if these are even, ranks need not exchange their sizes."""
-    if not isinstance(leaf, torch.Tensor) or not _spec(leaf).entries:
-        return leaf
-    spec, whole = _spec(leaf), leaf.detach() if even else leaf.detach().cpu()
-    for dim in range(len(spec.entries)):
-        if axes := spec.dim_axes(dim):
-            comm = session.comm(axes)
-            shapes = [tuple(whole.shape)] * comm.size if even else shapes_over(comm, whole)
-            refuse_ragged(ragged_shape(tuple(whole.shape), shapes, spec))
-            shards = [torch.empty_like(whole) if even else whole.new_empty(shape) for shape in shapes]
-            comm.all_gather(shards, whole)
-            whole = torch.cat(shards, dim)
-    return session.on_device(whole)
 
 
 def _is_sized_by_values(name: str, leaves: list[Any]) -> bool:
     """Whether the result's shape depends on values, and not only on the arguments' shapes."""
-    if name in ("getitem", "where"):
-        return (name == "where" and len(leaves) == 1) or any(map(_selects, leaves[1:] if name == "getitem" else ()))
+    if name == "getitem":
+        return any(map(_selects, leaves[1:]))
+    if name == "where":
+        return len(leaves) == 1
     return name in _SIZED_BY_VALUES
 
 
@@ -326,14 +253,15 @@ def _is_value(x: Any) -> bool:
     return isinstance(x, torch.Tensor | Array)
 
 
-def _like(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+def _dtype_of_other(args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The other tensor's dtype in `x.to(other)`; its device doesn't count, since a mesh's values are on its device."""
     other = kwargs.get("other", args[1] if len(args) > 1 else None)
     return other.dtype if isinstance(other, torch.Tensor | Array) else None
 
 
 def _name_of(func: Callable) -> str:
-    name = _NAMES.get(name := getattr(func, "__name__", str(func)), name)
+    own = getattr(func, "__name__", str(func))
+    name = _NAMES.get(own, own)
     return name.strip("_") if name.startswith("__") else name
 
 

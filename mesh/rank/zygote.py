@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 from ...kernels.processes import end_with_parent
@@ -39,97 +40,129 @@ def main(control_fd: int, driver_pid: int) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    _serve(control_fd, driver)
+    _Zygote(control_fd, driver).serve()
 
 
-def _serve(control_fd: int, driver: int) -> NoReturn:
-    control = socket.socket(fileno=control_fd)
-    wake_read, wake_write = os.pipe()
-    for fd in (wake_read, wake_write):
-        os.set_blocking(fd, False)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, socket.socket] = {}  # pid -> where it was asked for
-    # The driver's socket, and one of each rank, with the process group of those that are asked for there.
-    sockets = {control.fileno(): (control, 0)}
-    with contextlib.suppress(ConnectionError):  # the driver has closed it already, or is gone, which is noticed below
-        control.sendall(b"R")
-    waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
-    for fd in (*sockets, wake_read, driver):
-        waiting.register(fd, select.POLLIN)
-    while control.fileno() >= 0:
-        readable = {fd for fd, _ in waiting.poll()}
-        if driver in readable:
-            break
-        if wake_read in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
-            _reap(children)
-        for asked_on, group in [sockets[fd] for fd in readable if fd in sockets]:
-            request, fds = receive(asked_on)
-            if request is None:
-                waiting.unregister(asked_on)
-                del sockets[asked_on.fileno()]
-                asked_on.close()
-                continue
-            ours = theirs = None
-            try:
-                if isinstance(request, RankRequest):
-                    ours, theirs = socket.socketpair()
-                here, pid = os.getpid(), os.fork()
-            except OSError as error:
-                for one in (ours, theirs):
-                    if one is not None:
-                        one.close()
-                for fd in fds:
-                    os.close(fd)
-                send(asked_on, Refused(error.errno or 0), [])
-                continue
-            if pid == 0:
-                with contextlib.suppress(OSError):  # its rank has just ended, so that it will end, too
-                    os.setpgid(0, group)  # so that processes that a rank starts, and its readers, end with it
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for one in (*(one for one, _ in sockets.values()), ours):
-                    if one is not None:
-                        one.close()
-                for fd in (wake_read, wake_write):
-                    os.close(fd)
-                if isinstance(request, StandBy):
-                    _serve(fds[0], driver)
-                os.close(driver)
-                end_with_parent(here)
-                code = 1
-                try:
-                    if theirs is not None:
-                        spawn.use(spawn.Parent(theirs, here))
-                    reading = isinstance(request, ReaderRequest)
-                    (reader_process if reading else rank_process).main(request, fds)
-                    code = 0
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                finally:
-                    with contextlib.suppress(Exception):
-                        sys.stdout.flush()
-                        sys.stderr.flush()
-                    with contextlib.suppress(OSError):
-                        os.kill(os.getppid(), signal.SIGCONT)  # stopped, it would not notice the driver's end
-                    os._exit(code)
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, group)  # parent and child both try: one is first
-            children[pid] = asked_on
-            if ours is not None and theirs is not None:
-                theirs.close()
-                sockets[ours.fileno()] = ours, pid
-                waiting.register(ours, select.POLLIN)
-            for fd in fds:
-                os.close(fd)
-            pidfd = os.pidfd_open(pid)
-            send(asked_on, Forked(pid), [pidfd])
-            os.close(pidfd)
-    for pid in children:
-        _end_group(pid)
-    os._exit(0)
+class _Zygote:
+    """Forks ranks, their readers and the zygote that stands by, and tells when they have ended.
+
+    Args:
+        control_fd: the driver's socket.
+        driver: its pidfd.
+    """
+
+    def __init__(self, control_fd: int, driver: int):
+        self._control, self._driver = socket.socket(fileno=control_fd), driver
+        self._wakes = os.pipe()  # readable when a child has ended
+        for fd in self._wakes:
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(self._wakes[1])
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._children: dict[int, socket.socket] = {}  # pid -> where it was asked for
+        # The driver's socket, and one of each rank, with the process group of those that are asked for there.
+        self._sockets = {control_fd: (self._control, 0)}
+        self._waiting = select.poll()  # select() takes no descriptors from 1024 on, and the driver may have many open
+        for fd in (control_fd, self._wakes[0], driver):
+            self._waiting.register(fd, select.POLLIN)
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the driver has closed its socket, or has ended."""
+        with contextlib.suppress(ConnectionError):  # it has closed it already, or is gone, which is noticed below
+            self._control.sendall(b"R")
+        while self._control.fileno() >= 0:
+            readable = {fd for fd, _ in self._waiting.poll()}
+            if self._driver in readable:
+                break
+            if self._wakes[0] in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wakes[0], 4096)
+                _reap(self._children)
+            for asked_on, group in [self._sockets[fd] for fd in readable if fd in self._sockets]:
+                self._answer(asked_on, group)
+        for pid in self._children:
+            _end_group(pid)
+        os._exit(0)
+
+    def _answer(self, asked_on: socket.socket, group: int) -> None:
+        """Fork the process that is asked for on a socket, or close the socket if its other end is closed."""
+        request, fds = receive(asked_on)
+        if request is None:
+            self._waiting.unregister(asked_on)
+            del self._sockets[asked_on.fileno()]
+            asked_on.close()
+            return
+        # A rank asks for its readers over a socket of its own.
+        pair: tuple[socket.socket, ...] = ()
+        here = os.getpid()
+        try:
+            if isinstance(request, RankRequest):
+                pair = socket.socketpair()
+            pid = os.fork()
+        except OSError as error:
+            _close(pair, fds)
+            send(asked_on, Refused(error.errno or 0), [])
+            return
+        if pid == 0:
+            self._leave(group)
+            _close(pair[:1], ())
+            if isinstance(request, StandBy):
+                _Zygote(fds[0], self._driver).serve()
+            os.close(self._driver)
+            _run(request, fds, here, *pair[1:])
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, group)  # parent and child both try: one is first
+        self._children[pid] = asked_on
+        if pair:
+            self._sockets[pair[0].fileno()] = pair[0], pid
+            self._waiting.register(pair[0], select.POLLIN)
+        _close(pair[1:], fds)
+        pidfd = os.pidfd_open(pid)
+        send(asked_on, Forked(pid), [pidfd])
+        os.close(pidfd)
+
+    def _leave(self, group: int) -> None:
+        """In a new child: join a process group, and give up what is the zygote's."""
+        with contextlib.suppress(OSError):  # its rank has just ended, so that it will end, too
+            os.setpgid(0, group)  # so that processes that a rank starts, and its readers, end with it
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _close([one for one, _ in self._sockets.values()], self._wakes)
+
+
+def _run(
+    request: RankRequest | ReaderRequest, fds: list[int], zygote: int, forks: socket.socket | None = None
+) -> NoReturn:
+    """In a new child: be a rank, or a reader.
+
+    Args:
+        fds: what came with the request.
+        zygote: the pid of its parent.
+        forks: where a rank asks for its readers.
+    """
+    end_with_parent(zygote)
+    code = 1
+    try:
+        if forks is not None:
+            spawn.use(spawn.Parent(forks, zygote))
+        reading = isinstance(request, ReaderRequest)
+        (reader_process if reading else rank_process).main(request, fds)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            os.kill(os.getppid(), signal.SIGCONT)  # stopped, it would not notice the driver's end
+        os._exit(code)
+
+
+def _close(sockets: Iterable[socket.socket], fds: Iterable[int]) -> None:
+    for one in sockets:
+        one.close()
+    for fd in fds:
+        os.close(fd)
 
 
 def _end_group(pid: int) -> None:

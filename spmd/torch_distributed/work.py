@@ -26,8 +26,9 @@ from ..kernels.torch_private import run_as_written
 from ..kernels.waiting import turn
 from .torch_private import end_event
 
-# Works that Python dropped before they were over. C++ may still wait for one, as DDP within `Join` does, and finds the
-# methods below only while the Python object lives.
+# Works that Python dropped before they were over. C++ finds the methods below only while the Python object lives, and
+# may still wait for one that it was given: DDP within `Join` for one a model, from its forward pass to the end of its
+# backward pass. C++ doesn't tell when it lets go of it; the others are for what a program drops in between.
 _dropped: collections.deque[Work] = collections.deque(maxlen=4)
 
 
