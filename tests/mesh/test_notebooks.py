@@ -68,7 +68,9 @@ def test_the_table_of_the_ranks_is_live(book: Kernel) -> None:
     assert again.updates[-1]["transient"]["display_id"] != first
     living = "print([one.name for one in threading.enumerate()].count('spmd-status'))"
     assert book.ok(f"time.sleep(2)\n{living}").text() == "1\n"
-    assert book.ok(f"mesh.restart(); mesh.close(); time.sleep(3)\n{living}").text() == "0\n"
+    over = "any(one.name == 'spmd-status' for one in threading.enumerate()) and time.monotonic() < end"
+    book.ok(f"mesh.restart(); mesh.close(); end = time.monotonic() + 60\nwhile {over}: time.sleep(0.01)")
+    assert book.ok(living).text() == "0\n"
     book.ok("mesh.restart()")
 
 
