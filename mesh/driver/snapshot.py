@@ -27,7 +27,7 @@ import torch
 from ...kernels import torch_private
 from ...kernels.errors import MeshError, SpmdError, message
 from .. import wire
-from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, readers_of, used_by
+from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, plain_state_of, readers_of, used_by
 
 _LOOKED_AT = 4096  # values at most
 _DEEPEST = 16  # levels of what can't be pickled are searched for the cause
@@ -131,6 +131,7 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
         readers.append((_changes_of_one, DEPTH))
     elif isinstance(obj, torch.nn.Module):
         readers.append((_state_of, DEPTH))
+        readers.append((plain_state_of(obj), depth))
     elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
         readers.append((_bytes_in, DEPTH))
     return readers

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ SCALARS = (int, float, complex, str, bytes, bool, type(None))
 CONTAINERS = (list, tuple, set, dict)
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 
@@ -129,6 +132,38 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names.update(_global_names(constant))
     return tuple(sorted(names))
+
+
+def plain_state_of(module: torch.nn.Module) -> Reader:
+    """Tells whether numbers and texts in attributes of a module and its children are as now, and gives the classes.
+
+    The program's own classes, that is, which travel with the module, methods and all. What to read is found once:
+    whether a child is another is for others to see.
+    """
+    modules = list(module.modules())
+    classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
+    held = [weakref.ref(one) for one in classes]
+    plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], Any], Any]] = []
+    for one in modules:
+        attributes = vars(one)
+        names = [name for name, value in attributes.items() if isinstance(value, SCALARS) and name not in _OF_MODULES]
+        get = operator.itemgetter(*names) if names else len
+        plain.append((weakref.ref(one), len(attributes), get, get(attributes)))
+
+    def as_before() -> bool:
+        for refer, count, get, before in plain:
+            one = refer()
+            if one is None or len(attributes := vars(one)) != count or get(attributes) != before:
+                return False
+        return True
+
+    def read(_: Any) -> list[Any]:
+        try:
+            return [as_before(), *(refer() for refer in held)]
+        except KeyError:  # an attribute is gone
+            return []
+
+    return read
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

@@ -104,6 +104,34 @@ def test_helpers_are_followed():
     assert changed(settings.step, lambda: settings.table["a"]["b"].append(3))
 
 
+def test_what_the_parts_of_a_module_have_besides_tensors():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout(0.5)))
+    function, dropout = lambda x: net(x), net[1][0]
+    assert changed(function, lambda: setattr(dropout, "p", 0.1))
+    assert changed(function, lambda: setattr(dropout, "name", "of the last"))
+    assert changed(function, lambda: setattr(dropout, "name", "of no other"))
+    assert changed(function, lambda: delattr(dropout, "name"))
+    assert not changed(function, lambda: setattr(dropout, "p", 0.1))
+    assert changed(function, lambda: net[1].__setitem__(0, torch.nn.Dropout(0.1)))
+
+
+def test_what_the_methods_of_a_module_s_parts_refer_to():
+    gain = 1.0
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            return gain * x
+
+    def rebind():
+        nonlocal gain
+        gain = 2.0
+
+    net = torch.nn.Sequential(torch.nn.Sequential(Scaled()))
+    assert not changed(lambda x: net(x), rebind)  # of a class that is imported there
+    Scaled.__module__, gain = "__main__", 1.0
+    assert changed(lambda x: net(x), rebind)
+
+
 def test_a_function_may_refer_to_itself():
     def countdown(n):
         return n and countdown(n - 1)
