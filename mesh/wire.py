@@ -30,7 +30,6 @@ from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.processes import ThreadBuffer
 from . import strides
-from .pickling.functions import arriving
 from .pickling.objects import reduced
 from .readers.stacked import Stacked
 
@@ -86,7 +85,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         found = reduced(obj)
-        return arriving(obj, super().reducer_override(obj)) if found is None else found
+        return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)

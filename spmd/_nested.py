@@ -27,6 +27,8 @@ from .mesh.replication.values import Check, check_of
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded
 from .transforms import all_gather
 
+SIGNATURES = 256  # of calls in `mesh.run` that are remembered
+
 
 def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, run: Callable[[Check], Any]) -> Any:
     """A call of an `@spmd` function in `mesh.run`, by all ranks with the same arguments.
@@ -40,6 +42,8 @@ def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, r
         run: makes the call; it is given how much is checked, on all ranks the same.
     """
     calls, same = region.session.calls_in_run, _signature(name, f, tree)
+    if len(calls) >= SIGNATURES:  # on all ranks alike
+        calls.clear()
     calls[same] = count = calls.get(same, 0) + 1
     try:
         looked = check_of(check, count, region.session.layout.size, first=count == 1)

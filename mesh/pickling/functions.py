@@ -5,14 +5,12 @@ Invariant: what the receiver can import travels by name, all else by value.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +29,6 @@ _KINDS = (
     ctypes.POINTER(ctypes.c_int),
     ctypes.CFUNCTYPE(None),
 )
-_KEPT = (types.ModuleType, int, float, complex, str, bytes, bool, type(None))
 _OF_CTYPES = frozenset(map(type, _KINDS))
 # Where transformers keeps, by str(class), which modules' outputs a model records, and the model's attribute for it.
 _RECORDING, _RECORDED, _RECORDS = "transformers.utils.output_capturing", "_CAN_RECORD_REGISTRY", "_can_record_outputs"
@@ -109,49 +106,3 @@ def _registered(module: nn.Module, state: dict[str, Any]) -> None:
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-class MainOfRank(types.ModuleType):
-    """`__main__` on a driver's rank: what functions of the driver's `__main__` name, as it last came with one of them.
-
-    torch.compile looks there for the globals of functions that it inlines. It keeps no more alive than modules and
-    numbers; so lists and dictionaries, to which nothing can refer weakly, are not there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("__main__")
-        self.__weakly: dict[str, weakref.ref[Any]] = {}
-
-    def learn(self, names: dict[str, Any]) -> None:
-        """Take over the globals of a function."""
-        for name, value in names.items():
-            if name.startswith("__"):
-                continue
-            self.__dict__.pop(name, None)
-            self.__weakly.pop(name, None)
-            if isinstance(value, _KEPT):
-                self.__dict__[name] = value
-            else:
-                with contextlib.suppress(TypeError):
-                    self.__weakly[name] = weakref.ref(value)
-
-    def __getattr__(self, name: str) -> Any:
-        refer = self.__weakly.get(name)
-        value = None if refer is None else refer()
-        if value is None:
-            raise AttributeError(f"module '__main__' has no attribute {name!r}", name=name, obj=self)
-        return value
-
-
-def arriving(obj: Any, made: Any) -> Any:
-    """How an object is made on arrival, with what `MainOfRank` learns of it; `made` is how cloudpickle makes it."""
-    if type(obj) is not types.FunctionType or type(made) is not tuple:
-        return made
-    return (*made[:5], functools.partial(_arrived, made[5]))
-
-
-def _arrived(set_state: Callable[[Any, Any], None], function: types.FunctionType, state: Any) -> None:
-    set_state(function, state)
-    main = sys.modules["__main__"]
-    if isinstance(main, MainOfRank) and function.__globals__.get("__name__") == "__main__":
-        main.learn(function.__globals__)

@@ -33,7 +33,6 @@ from ..display.trace import LOGGER
 from ..hosts.copier import Copier
 from ..hosts.protocol import CALLS
 from ..mesh import Mesh
-from ..pickling.functions import MainOfRank
 from ..pickling.objects import arrive_on
 from ..region import Region, inside, seed_others
 from ..remote.handle import plain_name_of
@@ -63,7 +62,6 @@ def main(request: RankRequest, fds: list[int]) -> None:
     os.environ.update(request.environ)
     sys.path[:] = request.path
     sys.argv[:] = request.argv
-    sys.modules["__main__"] = MainOfRank()
     torch.set_num_threads(request.threads)
     rank = request.rank
     seed_others(request.seed * 65537 + rank)

@@ -134,6 +134,10 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def _nothing(attributes: dict[str, Any]) -> tuple:
+    return ()
+
+
 def plain_state_of(module: torch.nn.Module) -> Reader:
     """Tells whether numbers and texts in attributes of a module and its children are as now, and gives the classes.
 
@@ -143,17 +147,22 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
     held = [weakref.ref(one) for one in classes]
-    plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], Any], Any]] = []
+    plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
     for one in modules:
         attributes = vars(one)
-        names = [name for name, value in attributes.items() if isinstance(value, SCALARS) and name not in _OF_MODULES]
-        get = operator.itemgetter(*names) if names else len
-        plain.append((weakref.ref(one), len(attributes), get, get(attributes)))
+        names = [name for name, value in attributes.items() if type(value) in SCALARS and name not in _OF_MODULES]
+        # With an extra name, so that it always gives a tuple.
+        get = operator.itemgetter(names[0], *names) if names else _nothing
+        before = get(attributes)
+        plain.append((weakref.ref(one), len(attributes), get, tuple(map(type, before)), before))
 
     def as_before() -> bool:
-        for refer, count, get, before in plain:
+        for refer, count, get, kinds, before in plain:
             one = refer()
-            if one is None or len(attributes := vars(one)) != count or get(attributes) != before:
+            if one is None or len(attributes := vars(one)) != count:
+                return False
+            now = get(attributes)
+            if tuple(map(type, now)) != kinds or now != before:  # an array, of another type, is not compared
                 return False
         return True
 

@@ -5,7 +5,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from scripts import launched, run, script
+from scripts import launched, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
@@ -273,49 +273,6 @@ print("equal")
 def test_as_in_eager_on_launched_ranks(tmp_path, programs):
     code, out, err = launched(2, script(tmp_path, LAUNCHED), __file__.rpartition("/")[0], str(programs))
     assert code == 0 and out.count("equal") == 2, err
-
-
-GLOBALS = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-from spmd import Mesh, data_parallel, functional, spmd, value_and_grad
-
-SCALE, TABLE = 2.0, torch.ones(3)
-
-def bent(x):
-    return F.gelu(x) * SCALE + TABLE
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return bent(self.linear(x))
-
-def losses(wrap_net, wrap_apply):
-    global SCALE
-    apply, params = functional(wrap_net(nn.Sequential(Block(), Block())))
-    apply = wrap_apply(apply)
-    step = spmd(data_parallel(lambda p, batch: value_and_grad(lambda p, x: apply(p, x).square().mean())(p, batch)))
-    for SCALE in (2.0, 2.0, 2.0, 3.0, 3.0):
-        expected = apply(params, x).square().mean()
-        torch.testing.assert_close(step(params, x)[0].full(), expected)
-        yield float(expected)
-
-if __name__ == "__main__":
-    compiled, x = lambda f: torch.compile(f, backend="aot_eager"), torch.randn(4, 3)
-    with Mesh({"data": 2}):
-        for wraps in ((compiled, lambda f: f), (lambda f: f, compiled)):
-            print(len(set(losses(*wraps))))
-"""
-
-
-def test_globals_of_a_script_that_torch_looks_for_on_the_ranks(tmp_path):
-    """They are looked for in `__main__` where torch's own code, or a wrapper's, calls the script's functions."""
-    code, out, err = run(script(tmp_path, GLOBALS))
-    assert (code, out.split()) == (0, ["2", "2"]), err
 
 
 @pytest.mark.filterwarnings("ignore")

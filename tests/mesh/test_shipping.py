@@ -112,6 +112,13 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
     assert changed(function, lambda: setattr(dropout, "name", "of no other"))
     assert changed(function, lambda: delattr(dropout, "name"))
     assert not changed(function, lambda: setattr(dropout, "p", 0.1))
+    for value in (None, torch.ones(2), np.ones(2)):
+        dropout.p = 0.5
+        assert changed(function, lambda value=value: setattr(dropout, "p", value))
+    lonely = torch.nn.Identity()
+    lonely.rate = float("nan")
+    assert not changed(lambda x: lonely(x), lambda: None)
+    assert changed(lambda x: lonely(x), lambda: setattr(lonely, "rate", 2.0))
     assert changed(function, lambda: net[1].__setitem__(0, torch.nn.Dropout(0.1)))
 
 
