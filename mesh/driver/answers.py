@@ -129,11 +129,11 @@ class Answers(Owned):
         task.answers.update({rank: (kind, value) for rank, value in found.items()})
         for rank, value in found.items() if kind != "ok" else ():
             own_fault = not task.region and isinstance(value, Failure) and value.kind == "error"
-            if isinstance(value, Failure) and value.ends:
-                self._session.ranks.all[rank].ends = value.ends
-                self._recovery.begin(f"rank {rank} {value.ends}", first_failed=task.number)
-            elif not own_fault:
-                self._recovery.begin(first_failed=task.number)
+            ends = value.ends if isinstance(value, Failure) else ""
+            if ends:
+                self._session.ranks.all[rank].ends = ends
+            if ends or not own_fault:
+                self._recovery.begin(f"rank {rank} {ends}" if own_fault else None, first_failed=task.number)
 
     def _bar(self, rank: Rank, progress: protocol.Progress) -> None:
         with self._session.lock:

@@ -449,6 +449,7 @@ def test_a_rank_that_can_use_its_gpu_no_more_is_replaced(make_mesh, caplog):
     def fail(who):
         from spmd.kernels.cuda import placement
 
+        mesh.comm().barrier()  # all have begun: a rank that has not would be told that another failed
         if mesh.rank in who:
             placement.fault = lambda: "CUDA error: device-side assert triggered"
             raise RuntimeError("of what came next")
