@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import SpmdError, message
+from .mesh.rank.references import content_of
 
 
 def skeleton_of(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
@@ -117,7 +118,7 @@ def _parts_of(obj: Any) -> Iterable[Any]:
     if isinstance(obj, types.FunctionType):
         return [*_cells(obj), obj.__defaults__, obj.__kwdefaults__, vars(obj)]
     if isinstance(obj, types.CellType):
-        return _contents(obj)
+        return [content_of(obj)]
     if isinstance(obj, types.MethodType):
         return [obj.__func__, obj.__self__]
     if isinstance(obj, functools.partial):
@@ -129,10 +130,3 @@ def _parts_of(obj: Any) -> Iterable[Any]:
 
 def _cells(function: types.FunctionType) -> tuple[types.CellType, ...]:
     return function.__closure__ or ()
-
-
-def _contents(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # it is empty
-        return []

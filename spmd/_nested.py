@@ -27,7 +27,7 @@ from .mesh.replication.values import Check, check_of
 from .mesh.spec import REPLICATED, P, Sharded, is_sharded
 from .transforms import all_gather
 
-SIGNATURES = 256  # of calls in `mesh.run` that are remembered
+_SIGNATURES = 256  # of calls in `mesh.run` that are remembered
 
 
 def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, run: Callable[[Check], Any]) -> Any:
@@ -42,9 +42,10 @@ def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, r
         run: makes the call; it is given how much is checked, on all ranks the same.
     """
     calls, same = region.session.calls_in_run, _signature(name, f, tree)
-    if len(calls) >= SIGNATURES:  # on all ranks alike
-        calls.clear()
-    calls[same] = count = calls.get(same, 0) + 1
+    count = calls.get(same, 0) + 1
+    if count == 1 and len(calls) >= _SIGNATURES:
+        del calls[next(iter(calls))]  # on all ranks the same
+    calls[same] = count
     try:
         looked = check_of(check, count, region.session.layout.size, first=count == 1)
         _check_arguments(name, tree, region, looked)
@@ -54,12 +55,12 @@ def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, r
         return run(looked)
     except BaseException:
         if count == 1:
-            del calls[same]
+            calls.pop(same, None)  # calls within it may have been more than are remembered
         raise
 
 
 def check_results(name: str, result: Any, region: Region, looked: Check) -> None:
-    """Refuse whole results of a call in `mesh.run` that ranks have differently; see `check_arguments`."""
+    """Refuse whole results of a call in `mesh.run` that ranks have differently; see `_check_arguments`."""
     remedy = "psum or pmean it, or give it a spec such as out_specs=P(...); call in mesh.run what @spmd wraps, to have "
     remedy += "each rank's own"
     _check_alike(result, f"the results of {name}", lambda path: f"result {path} of {name}", region, looked, remedy)

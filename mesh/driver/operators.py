@@ -24,7 +24,7 @@ from ..calling import call
 from ..program import Program
 from ..purity.writes import written_by
 from ..put import as_tensor, fetch, is_array
-from ..rank.operation import Operation, Way
+from ..rank.operation import KINDS, Operation, Way
 from ..region import current
 from ..request import Request
 from ..spec import RAGGED, Layout, P
@@ -78,7 +78,6 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
 _OF_GRADIENTS = frozenset(
     ("backward", "grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )
-_KINDS = 4096  # how many combinations of operation and specs are remembered
 _ALONE = trees.flatten(((0,), {}))[1]  # one argument, and nothing else
 
 
@@ -167,7 +166,7 @@ def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
-@functools.lru_cache(maxsize=_KINDS)
+@functools.lru_cache(maxsize=KINDS)
 def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tuple[Way, Any, P]:
     """How a function is called on the ranks, how its arguments are cut first, and how its result is cut."""
     metas = {index: kind for index, kind in enumerate(kinds) if isinstance(kind, Meta)}
@@ -228,7 +227,7 @@ def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=_KINDS)
+@functools.lru_cache(maxsize=KINDS)
 def _program(func: Callable, name: str, way: Way, out: P, numbers: tuple[float, ...]) -> tuple[Program, Operation]:
     operation = Operation(func, way)
     return Program(operation, out, name), operation

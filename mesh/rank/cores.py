@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+# It gives -1 where the C library lacks the function.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
 

@@ -20,7 +20,7 @@ from ..spec import P, ragged_shape
 from .local_values import shapes_over
 from .session import RankSession
 
-_KINDS = 4096  # how many kinds of arguments are remembered
+KINDS = 4096  # how many kinds of arguments are remembered, for an operation and altogether
 
 
 class Way(enum.Enum):
@@ -51,7 +51,7 @@ class Operation:
         if kind is not None and self._on_shards.get(kind, True):
             # By name: torch's DTensor stands above this file.
             propagation = importlib.import_module("spmd.torch_distributed.propagation")
-            if len(self._on_shards) >= _KINDS:
+            if len(self._on_shards) >= KINDS:
                 self._on_shards.clear()
             try:
                 result, of_shards = propagation.on_shards(

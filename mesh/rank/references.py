@@ -139,10 +139,10 @@ def _nothing(attributes: dict[str, Any]) -> tuple:
 
 
 def plain_state_of(module: torch.nn.Module) -> Reader:
-    """Tells whether numbers and texts in attributes of a module and its children are as now, and gives the classes.
+    """A reader of what a module and its children have besides tensors.
 
-    The program's own classes, that is, which travel with the module, methods and all. What to read is found once:
-    whether a child is another is for others to see.
+    It tells whether numbers and texts in their attributes are as now, and gives those of their classes that travel with
+    the module, methods and all. What to read is found once: whether a child is another is for others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}

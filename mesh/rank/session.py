@@ -32,7 +32,6 @@ from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
 
 _PAGEABLE_BYTES = 1 << 16  # up to so many, CUDA copies without waiting from memory that is not pinned
-# It gives -1 where the C library lacks the function.
 _TRIM_REGIONS = 16  # after this many, the arena's heap gives back memory that they did not use
 
 
