@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels import torch_compiled
@@ -139,22 +140,26 @@ def _nothing(attributes: dict[str, Any]) -> tuple:
 
 
 def plain_state_of(module: torch.nn.Module) -> Reader:
-    """A reader of what a module and its children have besides tensors.
+    """A reader of what a module and its children have besides parameters and buffers.
 
-    It tells whether numbers and texts in their attributes are as now, and gives those of their classes that travel with
-    the module, methods and all. What to read is found once: whether a child is another is for others to see.
+    It tells whether numbers and texts in their attributes are as now, and gives other attributes that may change (plain
+    tensors, arrays, short containers and records of numbers and texts), and those of their classes that travel with the
+    module, methods and all. What to read is found once: whether a child is another is for others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
     held = [weakref.ref(one) for one in classes]
     plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
+    parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
     for one in modules:
-        attributes = vars(one)
-        names = [name for name, value in attributes.items() if type(value) in SCALARS and name not in _OF_MODULES]
+        attributes, refer = vars(one), weakref.ref(one)
+        own = {name: value for name, value in attributes.items() if name not in _OF_MODULES}
+        names = [name for name, value in own.items() if is_plain(value)]
+        parts += [(refer, name) for name, value in own.items() if _may_change(value)]
         # With an extra name, so that it always gives a tuple.
         get = operator.itemgetter(names[0], *names) if names else _nothing
         before = get(attributes)
-        plain.append((weakref.ref(one), len(attributes), get, tuple(map(type, before)), before))
+        plain.append((refer, len(attributes), get, tuple(map(type, before)), before))
 
     def as_before() -> bool:
         for refer, count, get, kinds, before in plain:
@@ -168,11 +173,30 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
 
     def read(_: Any) -> list[Any]:
         try:
-            return [as_before(), *(refer() for refer in held)]
-        except KeyError:  # an attribute is gone
-            return []
+            if as_before():
+                return [True, *(refer() for refer in held), *(vars(refer())[name] for refer, name in parts)]
+        except (KeyError, ValueError, RuntimeError):  # an attribute is gone, or a tuple has arrays or tensors now
+            pass
+        return []
 
     return read
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number or a text, or a tuple of these."""
+    if type(value) is tuple:
+        return len(value) <= LOOKED_INTO and all(map(is_plain, value))
+    return type(value) in SCALARS or isinstance(value, np.generic)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it is a tensor, an array, or a list, set, dictionary or object of numbers and texts."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return True
+    if isinstance(value, (list, set)):
+        return len(value) <= LOOKED_INTO and all(map(is_plain, value))
+    inside = value if isinstance(value, dict) else None if isinstance(value, type) else getattr(value, "__dict__", None)
+    return bool(inside) and len(inside) <= LOOKED_INTO and all(map(is_plain, inside.values()))
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

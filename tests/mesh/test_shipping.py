@@ -115,6 +115,31 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
     for value in (None, torch.ones(2), np.ones(2)):
         dropout.p = 0.5
         assert changed(function, lambda value=value: setattr(dropout, "p", value))
+    later = [
+        (np.float32(1), np.float32(2)),
+        (np.int64(1), np.int64(2)),
+        ((1, (2, "a")), (1, (2, "b"))),
+        ((1, 2), (1, torch.ones(2))),
+    ]
+    for value, other in later:
+        dropout.p = value
+        assert not changed(function, lambda: setattr(dropout, "p", dropout.p))
+        assert changed(function, lambda other=other: setattr(dropout, "p", other))
+    record = types.SimpleNamespace(rate=1.0)
+    held = {
+        "append": [1, 2],
+        "update": {"rate": 1.0},
+        "add": {1},
+        "add_": torch.ones(2),
+        "fill": np.ones(2),
+        "__setattr__": record,
+    }
+    given = {"update": {"rate": 2.0}, "add": 2, "__setattr__": ("rate", 2.0)}
+    for name, value in held.items():
+        dropout.p = value
+        args = given.get(name, 3)
+        assert changed(function, lambda v=value, n=name, a=args: getattr(v, n)(*(a if type(a) is tuple else (a,))))
+        assert changed(function, lambda: setattr(dropout, "p", None))
     lonely = torch.nn.Identity()
     lonely.rate = float("nan")
     assert not changed(lambda x: lonely(x), lambda: None)
