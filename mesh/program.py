@@ -165,7 +165,7 @@ class CompiledCall:
         if first := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
         copied = first and not session.launched
-        captured_state = CapturedState([self._program.body], self._whole) if copied else None
+        captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
         watched: Watched | None = None
         choices = self._new_choices(values) if self._has_values else []
         if first or choices:

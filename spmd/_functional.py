@@ -25,11 +25,13 @@ from ._functional_checks import (
     check_names,
     warn_of_dropped,
     warn_of_frozen,
+    warn_of_kept,
     warn_of_training,
 )
 from .kernels import torch_compiled, torch_private
 from .kernels.errors import SpecError, message, no_attribute
 from .mesh.array import Array
+from .mesh.purity.captured_state import CapturedState
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
 
@@ -206,19 +208,21 @@ class Apply:
             runner = self._idle.pop()
         except IndexError:
             runner = _Runner(compile_parts(duplicate(self.skeleton), self._compiled))
+        compiling = torch.compiler.is_compiling()
+        looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:
-            if self._has_run or torch_compiled.is_running() or torch.compiler.is_compiling():
+            kept = CapturedState([(runner.module, type(runner.module).__name__)], (), buffers=False) if looks else None
+            if self._has_run or torch_compiled.is_running() or compiling:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
                 with torch_compiled.eagerly(), Lent(self.skeleton, params, self._original()):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True
-            looked = self._was_looked_at or torch.compiler.is_compiling()
-            if not looked and current() is not None and in_gradient():
+            if kept is not None:
                 self._was_looked_at = True
                 warn_of_frozen(self.skeleton, params)
-                if buffers is None:
-                    warn_of_dropped(self.skeleton, new)
+                if buffers is not None or not warn_of_dropped(self.skeleton, new):
+                    warn_of_kept(self.skeleton, kept)
             return out, new
         finally:
             # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there.

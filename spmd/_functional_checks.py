@@ -12,6 +12,7 @@ from torch import nn
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError, message
 from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func
+from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session
 from .mesh.strides import is_frozen
@@ -213,10 +214,18 @@ def _others_warn() -> bool:
     return region is not None and region.session.rank != 0
 
 
-def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Warn when a call changes buffers, as batch norm does: `functional` drops the new values."""
+def warn_of_kept(skeleton: nn.Module, kept: CapturedState) -> None:
+    """Warn when a call changes what the module keeps besides parameters and buffers: it is as before at the next."""
+    change = None if _others_warn() or planned_session() is not None or in_torch_func() else kept.first_change()
+    if change is not None:
+        problem = f"{type(skeleton).__name__} changes what it keeps, which its apply drops: the module stays as it is"
+        warn(message(problem, got=change[0], remedy=change[1]))
+
+
+def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> bool:
+    """Warn when a call changes buffers, as batch norm does: `functional` drops the new values. Whether it does."""
     if planned_session() is not None or in_torch_func():
-        return
+        return False
     changed = [name for name, before in skeleton.named_buffers() if not _are_equal(before, buffers[name])]
     if changed:
         warn(
@@ -228,6 +237,7 @@ def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) ->
                 "or, if these are to stay, functional(model.eval()), or BatchNorm2d(..., track_running_stats=False)",
             )
         )
+    return bool(changed)
 
 
 def _are_equal(before: torch.Tensor, after: Any) -> bool:

@@ -23,22 +23,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...kernels import torch_compiled
+from ...kernels import torch_compiled, torch_private
 from ...kernels.errors import message
 from .. import trees
 from ..pickling.functions import travels_by_name
-from ..rank.references import DEPTH, LOOKED_INTO, SCALARS, used_by
+from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, used_by
 from ..rank.reloading import own_file
 from ..replication.net import marked
 
 _LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
 _BUILT_IN = (list, tuple, dict, set, deque)
+_OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WAY = "pass it as an argument, and return its new value"
 _METRIC = (
     "make its state in the step, part = metric.clone(); part.update(out, y), and return "
     'psum(part.metric_state, "data") (docs/data.md)'
+)
+_OF_MODULE = (
+    "return it from forward and the step; or make it a buffer, register_buffer(name, tensor), whose new values come "
+    "out of the apply of functional_with_buffers(model)"
 )
 _FOR_RANDOM = "torch.rand and its like draw from the generator that each step seeds; or make a generator in the step"
 
@@ -47,40 +52,45 @@ _Look = Callable[[], _Change | None]
 
 
 class CapturedState:
-    """The state of containers, numbers, objects, arrays and generators that functions refer to.
+    """The state of containers, numbers, objects, modules, arrays and generators that functions refer to.
 
     Args:
-        functions: may be wrapped, bound or partial.
+        functions: may be wrapped, bound or partial, or what they refer to; each with its name in the program.
         whole: types whose instances are not looked into.
+        buffers: whether to look at modules' buffers, too.
     """
 
-    def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
+    def __init__(self, functions: Sequence[tuple[Any, str]], whole: tuple[type, ...], *, buffers: bool = True):
         self._looks: list[_Look] = []
         seen: set[int] = set()
         held: list[Any] = []  # alive, since ids are unique only among live objects
-        todo: list[tuple[Any, str, int]] = [(one, "", 0) for one in functions]
+        todo: list[tuple[Any, str, int]] = [(one, name, 0) for one, name in functions]
         while todo and len(held) < _LOOKED_AT:
             obj, name, depth = todo.pop()
-            if isinstance(obj, nn.Module):
-                self._looks += _looks_at_metrics(obj, name)
-            if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, nn.Module, types.ModuleType)):
+            if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, types.ModuleType)):
                 continue
             seen.add(id(obj))
             held.append(obj)
+            if isinstance(obj, nn.Module):
+                self._looks += _looks_at_metrics(obj, name)
+                if _is_users(type(obj)):
+                    self._looks.append(_attributes_of_module(obj, name, buffers))
             self._looks += _looks_at(obj, name)
             inside = list(_inside(obj, name)) if depth < DEPTH else []
             if len(inside) <= LOOKED_INTO:
-                level = (
-                    depth if isinstance(obj, types.FunctionType | types.MethodType | functools.partial) else depth + 1
-                )
+                level = depth if isinstance(obj, _OF_ONE_LEVEL) else depth + 1
                 todo += [(item, its, level) for item, its in inside]
 
     def check(self, name: str, function: Any) -> None:
         """Warn, at a function's first line, if its body has changed any of it. No error: some do it on purpose."""
-        change = next((change for look in self._looks if (change := look()) is not None), None)
+        change = self.first_change()
         if change is not None:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
             _warn(function, message(problem, got=change[0], remedy=change[1]))
+
+    def first_change(self) -> _Change | None:
+        """What has changed, and the remedy; None if nothing has."""
+        return next((change for look in self._looks if (change := look()) is not None), None)
 
 
 def warn_of_assigned(
@@ -134,6 +144,10 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         yield from ((value, f"{name}[{key!r}]") for key, value in obj.items())
     elif isinstance(obj, _BUILT_IN):
         yield from ((value, f"{name}[{index}]") for index, value in enumerate(obj))
+    elif isinstance(obj, nn.Module):
+        yield from ((child, f"{name}.{key}") for key, child in obj.named_children())
+        if _is_users(type(obj)):
+            yield from ((value, f"{name}.{key}") for key, value in vars(obj).items() if key not in OF_MODULES)
     elif _is_users(type(obj)) or isinstance(obj, _TORCH):
         yield from ((value, f"{name}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
 
@@ -166,19 +180,17 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
         return [_value_of(obj.getstate, f"numbers drawn from {name}", _FOR_RANDOM)]
     if hasattr(type(obj), "__next__") and hasattr(type(obj), "__length_hint__"):
         return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", _WAY)]
-    if _is_users(type(obj)) or isinstance(obj, _TORCH):
+    if (_is_users(type(obj)) or isinstance(obj, _TORCH)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
 
 
 def _looks_at_metrics(module: nn.Module, name: str) -> list[_Look]:
-    """Of a module that is a metric of torchmetrics, or has some: how often each was updated."""
+    """Of a module that is a metric of torchmetrics: how often it was updated."""
     package = sys.modules.get("torchmetrics")
-    kind: type = getattr(package, "Metric", type(None))
-    found = [part for part in module.modules() if isinstance(part, kind)]
-    return [
-        _value_of(functools.partial(getattr, part, "update_count"), f"an update of {name}", _METRIC) for part in found
-    ]
+    if not isinstance(module, getattr(package, "Metric", ())):
+        return []
+    return [_value_of(functools.partial(getattr, module, "update_count"), f"an update of {name}", _METRIC)]
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:
@@ -225,8 +237,48 @@ def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
     return look
 
 
+def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _Look:
+    """Finds a number, a text or a tensor of a module that has another value now, if this is no cache or activation.
+
+    A cache is a tensor of another shape, or the first one; numbers that are set with it are among its sizes. What
+    `forward` leaves for its caller, such as a loss, has a gradient, or takes a number's place.
+    """
+    buffers = torch_private.buffers(module)
+
+    def attributes() -> dict[str, Any]:
+        return {**vars(module), **buffers}
+
+    def shape(value: Any) -> Any:
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+    before = {key: value for key, value in attributes().items() if isinstance(value, (*SCALARS, np.generic, Tensor))}
+    versions = {key: torch_private.version(value) for key, value in before.items() if isinstance(value, Tensor)}
+    compared = [key for key in before if with_buffers or key not in buffers]
+
+    def look() -> _Change | None:
+        now = attributes()
+        cached = [x for key, x in now.items() if isinstance(x, Tensor) and shape(x) != shape(before.get(key))]
+        sizes = {size for tensor in cached for size in tensor.shape}
+        for key in compared:
+            old, new = before[key], now.get(key)
+            if key in versions:
+                replaced = new is not old and shape(new) == shape(old) and not new.requires_grad
+                changed = replaced or (new is old and torch_private.version(new) != versions[key])
+            else:
+                changed = _is_other(old, new) and not isinstance(new, Tensor) and new not in sizes
+            if changed:
+                return f"another {name}.{key}", _OF_MODULE
+        return None
+
+    return look
+
+
 def _is_other(old: Any, new: Any) -> bool:
     """Whether a value was replaced; not if it was None or a flag, as lazy values and one-time warnings begin."""
     if old is new or old is None or isinstance(old, bool):
         return False
-    return not (isinstance(old, SCALARS) and type(old) is type(new) and (old == new or (old != old and new != new)))
+    return not (
+        isinstance(old, (*SCALARS, np.generic))
+        and type(old) is type(new)
+        and (old == new or (old != old and new != new))
+    )

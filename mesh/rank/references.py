@@ -26,7 +26,7 @@ SCALARS = (int, float, complex, str, bytes, bool, type(None))
 CONTAINERS = (list, tuple, set, dict)
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
+OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 
@@ -153,7 +153,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
     for one in modules:
         attributes, refer = vars(one), weakref.ref(one)
-        own = {name: value for name, value in attributes.items() if name not in _OF_MODULES}
+        own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
         names = [name for name, value in own.items() if is_plain(value)]
         parts += [(refer, name) for name, value in own.items() if _may_change(value)]
         # With an extra name, so that it always gives a tuple.

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -253,6 +254,126 @@ def test_running_statistics(mesh: Mesh, shards: int | None) -> None:
         step(params, X)
     norm.eval()
     step(params, X)
+
+
+class Keeps(nn.Module):
+    """Does something with what it keeps from call to call."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Any], **kept: Any):
+        super().__init__()
+        self.layer, self.change = linear(), change
+        for name, value in kept.items():
+            if name == "statistic":
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self, x)
+        return self.layer(x)
+
+
+def counts(net: Any, x: Tensor) -> None:
+    net.calls += 1
+
+
+def averages(net: Any, x: Tensor) -> None:
+    net.running = 0.9 * net.running + 0.05
+
+
+def averages_a_tensor(net: Any, x: Tensor) -> None:
+    net.mean = 0.9 * net.mean + 0.1 * x.mean().detach()
+
+
+def averages_in_place(net: Any, x: Tensor) -> None:
+    net.mean.mul_(0.9).add_(0.1)
+
+
+def assigns_a_buffer(net: Any, x: Tensor) -> None:
+    net.statistic = 0.9 * net.statistic + 0.1
+
+
+def appends(net: Any, x: Tensor) -> None:
+    net.history.append(1)
+
+
+def draws(net: Any, x: Tensor) -> None:
+    torch.rand((), generator=net.generator)
+
+
+KEPT: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "a count": (counts, {"calls": 0}, r"got another \S+\.calls\): return it.*functional_with_buffers"),
+    "an average": (averages, {"running": 1.0}, r"another \S+\.running"),
+    "a number of NumPy": (averages, {"running": np.float32(1)}, r"another \S+\.running"),
+    "a tensor": (averages_a_tensor, {"mean": torch.zeros(())}, r"another \S+\.mean"),
+    "a tensor in place": (averages_in_place, {"mean": torch.zeros(())}, r"another \S+\.mean"),
+    "a buffer": (assigns_a_buffer, {"statistic": torch.zeros(())}, r"\bstatistic\b|\.statistic\b"),
+    "a list": (appends, {"history": []}, r"\S+\.history with 0 entries before"),
+    "a generator": (draws, {"generator": torch.Generator()}, r"numbers drawn from \S+\.generator"),
+}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_a_module_keeps_besides_parameters(mesh: Mesh, kept: str, deep: bool) -> None:
+    """Captured, a rank's copy of it changes; made functional, it forgets the change after each call."""
+    change, state, words = KEPT[kept]
+    net: nn.Module = Keeps(change, **copy.copy(state))
+    for _ in range(6 if deep else 0):
+        net = nn.Sequential(net)
+    apply, params = functional(net)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+
+    with pytest.warns(UserWarning, match=f"(changes what it keeps, which its apply drops|drops what).*({words})"):
+        step(params, X)
+    net.requires_grad_(False)
+    with pytest.warns(UserWarning, match=f"changes what it captures: the change stays on its rank.*({words})"):
+        spmd(lambda x: net(x).sum(), mesh=mesh)(X)
+
+
+def caches(net: Any, x: Tensor) -> None:
+    if len(x) > net.longest:
+        net.longest, net.table = len(x), torch.ones(len(x), 1)
+    if net.first is None:
+        net.first, net.warned = 1, True
+    net.size = np.int64(3)
+    net.last, net.loss = x, x.mean()
+
+
+def test_caches_of_modules_are_no_mistake(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """As of rotary embeddings and masks, and what a module leaves for its caller."""
+    for table in (None, torch.ones(2, 1)):
+        kept = {"longest": 0, "table": table, "first": None, "warned": False, "last": None, "loss": 0.0}
+        net = Keeps(caches, size=np.int64(3), **kept)
+        apply, params = functional(net)
+        net.requires_grad_(False)
+
+        def step(params, batch, apply=apply):
+            return value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+
+        spmd(data_parallel(step), mesh=mesh)(params, X)
+        spmd(lambda x, net=net: net(x).sum(), mesh=mesh)(X)
+    assert not recwarn.list
+
+
+def test_buffers_that_are_assigned_and_returned(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    apply, params, buffers = functional_with_buffers(Keeps(assigns_a_buffer, statistic=torch.zeros(())))
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, buffers, batch):
+        def loss_fn(params, batch):
+            out, new = apply(params, buffers, batch)
+            return out.square().mean(), new
+
+        return value_and_grad(loss_fn, has_aux=True)(params, batch)
+
+    (_, new), _ = step(params, buffers, X)
+    assert new["statistic"].item() == pytest.approx(0.1) and not recwarn.list
 
 
 def test_a_captured_tensor_that_requires_gradients(mesh: Mesh) -> None:
