@@ -94,7 +94,7 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
         cut = values.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
         return {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **cut}
     if isinstance(leaf, Loader):
-        return {"loader": leaf.state_dict(), "deals": leaf.settings}
+        return {"loader": leaf.position, "deals": leaf.settings}
     if isinstance(leaf, Sampler):
         names = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
         return {"sampler": {name: getattr(leaf, name) for name in names}}
@@ -166,6 +166,8 @@ def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks
     for path, leaf in wanted.items():
         if leaf is not None and path in saved:
             values.check_alike(path or "the whole", saved[path], as_tensor(leaf), ranks)
+            if isinstance(leaf, Loader):
+                leaf.checked(_state_of_loader(saved[path]))
 
 
 def rebuild(structure: Any, entries: Sequence[dict[str, Any]], like: Any, value: Callable[..., Any]) -> Any:
@@ -195,10 +197,16 @@ def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
         return value(entry, wanted)
     if "loader" in entry:
         if not isinstance(wanted, Loader):
-            return entry["loader"]
-        wanted.load_state_dict(entry["loader"])
+            return _state_of_loader(entry)
+        wanted.load_state_dict(_state_of_loader(entry))
         return wanted
     return Sampler(**entry["sampler"]) if "sampler" in entry else entry["value"]
+
+
+def _state_of_loader(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the Loader's `state_dict` gave."""
+    within = {"settings": entry["deals"]} if entry["loader"]["step"] else {}
+    return {**entry["loader"], **within}
 
 
 def _children(structure: Any) -> list[Any]:

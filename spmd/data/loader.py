@@ -21,6 +21,7 @@ from ..mesh.display import drawing
 from ..mesh.mesh import Mesh, resolve
 from ..mesh.put import is_array
 from .map_batches import MapBatches
+from .positions import step_here
 from .stream_batches import StreamBatches
 from .streams import Stream
 
@@ -136,27 +137,43 @@ class Loader:
         """What its batches depend on, besides the dataset and the position."""
         return {**self._batches.settings, "shards": self.shards}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, plain data; it means the same at any number of ranks."""
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the next batch is in the epochs of this Loader."""
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
         return state if self._position is None else {**state, "streams": json.dumps(self._position)}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch, plain data; it means the same at any number of ranks.
+
+        Within an epoch it also has the `settings`, by which another Loader knows if it is a position of its own.
+        """
+        return {**self.position, "settings": self.settings} if self._yielded else self.position
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position that `state_dict` gave.
+        """Go on from a position that `state_dict` gave, or from step `state["step"]` of epoch `state["epoch"]`.
+
+        If it is that of a Loader of another batch_size, go on with the same sample.
 
         Raises:
-            SpecError: there is no such position.
+            SpecError: there is no such position: the Loader was another, or no batch begins with this sample.
         """
+        self._epoch, self._yielded, self._position = self.checked(state)
+        self._resume = self._yielded, self._position
+        self._loads += 1
+
+    def checked(self, state: dict[str, Any]) -> tuple[int, int, Any]:
+        """The position that a state says, for this Loader; raises as `load_state_dict` does, and changes nothing."""
         try:
             epoch, step = operator.index(state["epoch"]), operator.index(state["step"])
-        except (KeyError, TypeError):
+            if step > 0 and "settings" in state:
+                step = step_here(step, state["settings"], self.settings, epoch)
+        except (KeyError, TypeError, AttributeError):
             expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
             raise SpecError(
                 message("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy)
             ) from None
-        self._epoch, self._yielded, self._position = self._batches.checked(epoch, step, state.get("streams"))
-        self._resume = self._yielded, self._position
-        self._loads += 1
+        return self._batches.checked(epoch, step, state.get("streams"))
 
     def __iter__(self) -> Iterator[Any]:
         try:
