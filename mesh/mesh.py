@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from ..kernels.arguments import is_whole
+from ..kernels.arguments import is_whole, names_checked
 from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, message
@@ -35,6 +35,7 @@ from .run_state import RunState
 from .spec import Layout
 
 
+@names_checked
 class Mesh:
     """Named axes over ranks: the processes that a program's steps run on.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.arguments import check_value
+from ..kernels.arguments import check_value, names_checked
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from . import trees
@@ -69,6 +69,7 @@ def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
 
 
 @shows_only_users
+@names_checked
 def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     """Place a tree of tensors on a mesh.
 

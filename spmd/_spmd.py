@@ -11,7 +11,7 @@ from . import _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
-from .kernels.arguments import check_function
+from .kernels.arguments import check_function, names_checked
 from .kernels.errors import MeshError, SpecError, message
 from .mesh import trees
 from .mesh.calling import HasRefs, call
@@ -29,6 +29,7 @@ from .transforms import Transformable, in_gradient, parallel_step
 CHECKS = ("first", "always", "never")
 
 
+@names_checked
 def spmd(
     f: Callable | None = None,
     *,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.arguments import check_function, is_number
+from ..kernels.arguments import check_function, is_number, names_checked
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh.batch import BatchArgument
@@ -27,6 +27,7 @@ from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
 
+@names_checked
 def data_parallel(
     f: Callable | None = None,
     *,

@@ -17,7 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..kernels import torch_compiled
-from ..kernels.arguments import check_function
+from ..kernels.arguments import check_function, names_checked
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, message
 from ..kernels.torch_private import in_torch_func
@@ -37,6 +37,7 @@ from .exact.gradient import Exact, applies
 from .first_call import left_out
 
 
+@names_checked
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
     """The gradient of `f`'s mean over the mesh, as a function of the same arguments.
 
@@ -80,6 +81,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
     return shows_only_users(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
 
 
+@names_checked
 def value_and_grad(
     f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None
 ) -> Callable:

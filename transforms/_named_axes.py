@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.arguments import check_tensor
+from ..kernels.arguments import check_tensor, names_checked
 from ..kernels.call import labelled
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
@@ -27,6 +27,7 @@ from .exact.tracked import Tracked
 Axis = str | tuple[str, ...]
 
 
+@names_checked
 def axis_index(axis: Axis) -> int:
     """This rank's index along `axis` (over a tuple: first name major).
 
@@ -45,6 +46,7 @@ def axis_index(axis: Axis) -> int:
     return varying_number(session.layout.part(session.rank, axes), axes, "axis_index")
 
 
+@names_checked
 def axis_size(axis: Axis) -> int:
     """The number of ranks along `axis`.
 
@@ -63,6 +65,7 @@ def axis_size(axis: Axis) -> int:
     return session.layout.parts(axes)
 
 
+@names_checked
 def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank along `axis` (None: of the mesh) is here.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..kernels.arguments import names_checked
 from ..mesh.region import require
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
@@ -19,6 +20,7 @@ from ._tokens import run
 from .compiled.tracing import each, traceable
 
 
+@names_checked
 def psum(x: Any, axis: Axis) -> Any:
     """Sum over the ranks along `axis`.
 
@@ -44,6 +46,7 @@ def psum(x: Any, axis: Axis) -> Any:
     return each_leaf("psum", one, x)
 
 
+@names_checked
 def pmean(x: Any, axis: Axis) -> Any:
     """Mean over the ranks along `axis`; of integers and booleans it is a float.
 
@@ -78,6 +81,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     return each_leaf("pmean", one, x)
 
 
+@names_checked
 def pmax(x: Any, axis: Axis) -> Any:
     """Elementwise maximum over the ranks along `axis`.
 
@@ -89,6 +93,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     return each_leaf("pmax", lambda leaf: known(leaf, run(Extreme(comm, "max"), leaf), same=axes), x)
 
 
+@names_checked
 def pmin(x: Any, axis: Axis) -> Any:
     """Elementwise minimum over the ranks along `axis`.
 

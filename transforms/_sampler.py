@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.arguments import names_checked
 from ..kernels.errors import SpecError, message, no_attribute
 from ..mesh.display import drawing
 from ..mesh.mesh import nearest
@@ -28,6 +29,7 @@ _STEPS_DRAWN = 5
 _AT_ONCE, _MOST_STEPS = 16384, 256  # how many ids a rank computes together, and of how many steps at most
 
 
+@names_checked
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampler:
     """Deals out the ids 0..length-1 of a data set in minibatches: shuffled, stateless, nothing padded or repeated.

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..kernels.arguments import check_function, is_number, is_whole
+from ..kernels.arguments import check_function, is_number, is_whole, names_checked
 from ..kernels.callsite import hide_our_frames, warn
 from ..kernels.errors import SpecError, message, no_attribute
 from ..mesh import trees
@@ -33,6 +33,7 @@ _INSTEAD = {  # of what torch's DataLoader has
 _REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
 
+@names_checked
 class Loader:
     """Iterate over one epoch of minibatches, as Arrays that are already on the ranks.
 

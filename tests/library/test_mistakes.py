@@ -233,6 +233,33 @@ def test_a_mistake_is_refused_in_words(mesh: Mesh, name: str) -> None:
         written(mesh)
 
 
+NAMES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
+    "num_workers": (lambda m: Loader(X, 2, num_workers=2), r"Loader has no argument num_workers \(got 2\): .*workers="),
+    "pin_memory": (lambda m: Loader(X, 2, pin_memory=True), "leave it out"),
+    "batch_sampler": (lambda m: Loader(X, batch_sampler=[[0]]), r"Subset\(dataset, ids\)"),
+    "devices": (lambda m: Mesh(devices=[0]), r'Mesh has no argument devices .*Mesh\({"data": 4}\)'),
+    "mesh_dim_names": (lambda m: Mesh({}, mesh_dim_names=("data",)), "a dict of names and sizes"),
+    "donate_argnums": (lambda m: spmd.spmd(torch.sum, donate_argnums=0), r"donate=\(\"params\""),
+    "axis_name": (lambda m: data_parallel(axis_name="i"), "data_parallel has no argument axis_name .*it is axis="),
+    "device_ids": (lambda m: data_parallel(torch.sum, device_ids=[0]), "leave it out"),
+    "axis_name of psum": (lambda m: m.run(lambda: spmd.psum(X, axis_name="data")), "psum has no argument axis_name"),
+    "axis of all_gather": (lambda m: m.run(lambda: spmd.all_gather(X, "data", axis=0)), r"axis twice .*dim="),
+    "argnames": (lambda m: value_and_grad(torch.sum, argnames="w"), "argnums="),
+    "sharding": (lambda m: put(X, sharding=P("data")), r"put\(tree, P\(\"data\"\)\)"),
+    "num_replicas": (lambda m: spmd.Sampler(8, 2, num_replicas=2), r"sampler.shard\(epoch, step, rank, size\)"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_under_the_name_of_another_library(mesh: Mesh, name: str) -> None:
+    written, words = NAMES[name]
+    with pytest.raises(SpmdError, match=words) as caught:
+        written(mesh)
+    assert isinstance(caught.value, TypeError)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nobody'"):
+        Loader(X, 2, nobody=1)
+
+
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "zero_grad": (lambda: ADAMW.zero_grad(), "gradients are values"),
     "lr": (lambda: ADAMW.lr, r'opt_state\["hyper"\]\["lr"\]'),
