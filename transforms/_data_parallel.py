@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..kernels.callsite import shows_only_users
 from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh.batch import BatchArgument
 from ..mesh.region import require
-from ..mesh.replication.net import active
+from ..mesh.replication.net import active, marked
 from ._batch import Part, note_samples, part_of
 from ._grad import Transformable
 from ._plan import Plan, following, plan_of
@@ -31,7 +31,7 @@ from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 def data_parallel(
     f: Callable | None = None,
     *,
-    axis: str = "data",
+    axis: str | tuple[str, ...] = "data",
     batch: str = "batch",
     shards: int | None = None,
     bucket_mb: float = 25.0,
@@ -47,7 +47,7 @@ def data_parallel(
 
     Args:
         f: the step; one of its arguments is the batch.
-        axis: the mesh axis to split over.
+        axis: the mesh axis to split over; or a tuple of them, over which the batch is split into equal parts.
         batch: the name of the argument to split, each leaf along dimension 0 (all leaves have the same length).
         shards: cut the global batch into this many virtual shards, and compute the same bits on any number of ranks:
             `value_and_grad` runs the shards of a rank one after another, each at its own fixed shape with random
@@ -63,7 +63,8 @@ def data_parallel(
         without arguments.
 
     Raises:
-        SpecError: `f` has no such argument, or the batch's leaves differ in length.
+        SpecError: `f` has no such argument, the batch's leaves differ in length, or the length does not divide over
+            several axes.
     """
     if f is None:
         return functools.partial(
@@ -77,16 +78,14 @@ def data_parallel(
                 remedy="swap them: @spmd above @data_parallel above the step",
             )
         )
-    if not isinstance(axis, str):
-        remedy = 'over two, into equal parts: data_parallel(data_parallel(step, axis="model"), axis="data")'
-        raise SpecError(
-            message(
-                "data_parallel got a bad axis",
-                got=repr(axis),
-                expected="the name of one mesh axis",
-                remedy=remedy if isinstance(axis, tuple) else "",
-            )
-        )
+    names = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+        expected = "the name of a mesh axis, or a tuple of them"
+        raise SpecError(message("data_parallel got a bad axis", got=repr(axis), expected=expected))
+    if len(names) > 1 and shards is not None:
+        problem = f"data_parallel(shards={shards}) cuts a batch over one axis only"
+        remedy = f"axis={names[0]!r}: ranks along other axes then compute the same"
+        raise SpecError(message(problem, got=f"axis={axis!r}", remedy=remedy))
     if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
         raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
@@ -98,8 +97,10 @@ def data_parallel(
             )
         )
     position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
-    argument = BatchArgument(batch, position, axis, check_count(shards))
-    return DataParallel(f, argument, Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype))
+    plan, count = Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype), check_count(shards)
+    for name in reversed(names):
+        f = DataParallel(f, BatchArgument(batch, position, name, count), plan)
+    return f
 
 
 class DataParallel(Transformable):
@@ -156,7 +157,10 @@ class DataParallel(Transformable):
             kwargs[key] = part.tree
         else:
             args = (*args[:key], part.tree, *args[key + 1 :])
-        _check_weights(around, part, argument.axis, region.session.layout.axes[argument.axis], self._name)
+        sizes = region.session.layout.axes
+        _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
+        if around.samples:
+            _check_equal(around.splitting(argument.axis, part.here, part.total), part, sizes, self._name)
         plan = self._plan.of_batch(around.splitting(argument.axis, part.here, part.total), part.virtual, part.leaves)
         net = active()
         if net is not None:
@@ -201,6 +205,21 @@ def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) ->
                 f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
                 got=f"{part.total} samples over {size} ranks",
                 remedy="differentiate it itself, or in the body of the data_parallel function",
+            )
+        )
+
+
+def _check_equal(samples: Mapping[str, tuple[int, int]], part: Part, sizes: Mapping[str, int], name: str) -> None:
+    """Refuse unequal parts of a batch that is split over several axes: rows of ranks would have other totals."""
+    over = [axis for axis in samples if any(axis in (marked(leaf) or ()) for leaf in part.leaves)]
+    if len(over) > 1 and any(samples[axis][1] % sizes[axis] for axis in over):
+        total, ranks = samples[over[0]][1], math.prod(sizes[axis] for axis in over)
+        raise SpecError(
+            message(
+                f"the batch of {name} is split over several axes, into parts that are not equal",
+                got=f"{total} samples for {' * '.join(str(sizes[axis]) for axis in over)} ranks along {tuple(over)}",
+                remedy=f"have batches of a multiple of {ranks} samples (Loader(drop_last=True)), or make one axis of "
+                f'these, Mesh({{"data": {ranks}}})',
             )
         )
 

@@ -213,7 +213,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "no dim": (lambda m: m.run(lambda: spmd.all_gather(X, "data", dim=None)), 'all_gather got a bad "dim" .*got None'),
     "source": (lambda m: m.run(lambda: spmd.pbroadcast(X, "data", "0")), "pbroadcast got a bad \"source\" .*got '0'"),
     "size": (lambda m: m.resize(3), "resize got bad axes .*got 3"),
-    "axis": (lambda m: data_parallel(torch.add, axis=("data",)), r"got a bad axis .*\('data',\).*over two"),
+    "axis": (
+        lambda m: data_parallel(torch.add, axis=("data", 1)),
+        r"got a bad axis .*or a tuple of them.*\('data', 1\)",
+    ),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),

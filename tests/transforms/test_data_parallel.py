@@ -165,18 +165,35 @@ def test_mistakes_with_batches(shared_mesh):
     assert run((torch.ones(4), torch.ones(4))).item() == 8
 
 
-def test_a_batch_over_two_axes(shared_mesh):
-    """One data_parallel within the other, as the error for `axis=("data", "model")` says; parts have to be equal."""
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_batch_over_two_axes(shared_mesh, backend):
+    """As one data_parallel within the other; parts have to be equal."""
+    mesh, over = shared_mesh({"data": 2, "model": 2}, backend), ("data", "model")
 
     def step(w, batch):
-        return value_and_grad(lambda w, batch: (batch @ w).square().mean())(w, batch)
+        found = value_and_grad(lambda w, batch: (batch @ w).square().mean())(w, batch)
+        return *found, pmean(batch.mean(0), over), psum(torch.tensor(len(batch)), over)
 
-    run = spmd(data_parallel(data_parallel(step, axis="model"), axis="data"), mesh=shared_mesh({"data": 2, "model": 2}))
+    def alone(w, batch):
+        found = value_and_grad(lambda w, batch: (batch @ w).square().mean())(w, batch)
+        return *found, batch.mean(0), torch.tensor(len(batch))
+
     w, x = drawn(3), drawn(8, 3, seed=1)
-    for found, expected in zip(run(w, x), step(w, x), strict=True):
-        torch.testing.assert_close(found.full(), expected)
-    with pytest.raises(SpecError, match="whose parts are not equal"):
-        run(w, x[:7])
+    nested = data_parallel(data_parallel(step, axis="model"), axis="data")
+    for split in (data_parallel(step, axis=over), data_parallel(axis=[*over])(step), nested):
+        run = spmd(split, mesh=mesh)
+        for given in (x, put(x, P("data"), mesh=mesh), next(iter(Loader(x, 8, mesh=mesh)))):
+            for found, expected in zip(run(w, given), alone(w, x), strict=True):
+                torch.testing.assert_close(found.full(), expected)
+        for length in (7, 6, 10, 1):
+            with pytest.raises(
+                SpecError, match=rf"into parts that are not equal \(got {length} .*2 \* 2.*multiple of 4"
+            ):
+                run(w, drawn(length, 3))
+    with pytest.raises(SpecError, match=r"shards=4\) cuts a batch over one axis only"):
+        data_parallel(step, axis=over, shards=4)
+    only = spmd(data_parallel(lambda batch: psum(batch.sum(), "data"), axis=("data",)), mesh=mesh)
+    assert only(torch.arange(5.0)).item() == 10  # of one axis parts may be unequal
 
 
 def test_a_batch_that_is_cut_along_features(shared_mesh):
