@@ -223,4 +223,14 @@ def combine(
         error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
     elif hasattr(error, "add_note"):
         error.add_note(f"[raised on {who} of {mesh}]")
+    if (
+        hasattr(error, "add_note")
+        and "Dynamo" in first.type_name
+        and "module '__main__' has no attribute" in first.text
+    ):
+        error.add_note(
+            "[torch looks in the rank's own __main__ for globals of functions that it compiles within others, as those "
+            "of torch.cond and scan, and the script's are not there: give such a function what it needs as arguments "
+            "or local variables, or define it in a module of its own (docs/compile.md)]"
+        )
     return shorten(error)

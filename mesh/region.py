@@ -6,10 +6,11 @@ Invariant: a thread runs the body of one region at a time, for the length of a `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Region:
         alike: the axes along which all ranks were seeded the same.
         pure: the body may change nothing: it is an @spmd function.
         by_some: the body runs on some ranks only.
+        within: the operator of torch's one of whose functions is running, "torch.cond" say, at a followed call.
         looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
         looks: how many functions this region has offered for such a check so far.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
@@ -66,6 +68,7 @@ class Region:
     captured: frozenset[int] = frozenset()
     pure: bool = False
     by_some: bool = False
+    within: str = ""
     looked_at: set[Any] = dataclasses.field(default_factory=set)
     looks: int = 0
     updates: list[Update] | None = None
@@ -91,6 +94,20 @@ def current() -> Region | None:
     """The region whose body is running on this thread, if any."""
     stack = _regions.stack
     return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def running_within(operator: str) -> Iterator[None]:
+    """While a function runs that was given to an operator of torch's: it may not communicate."""
+    region = current()
+    if region is None:
+        yield
+        return
+    before, region.within = region.within, operator
+    try:
+        yield
+    finally:
+        region.within = before
 
 
 def planned_session() -> RankSession | None:

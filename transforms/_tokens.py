@@ -148,7 +148,20 @@ def started() -> int:
 
 
 def refuse_recording(what: str) -> None:
-    """Refuse to communicate while torch records operations: it would record the result as a constant."""
+    """Refuse to communicate while torch records operations: it would record the result as a constant.
+
+    Also in functions that only the first call runs as they are, and that torch then compiles by themselves.
+    """
+    region = current()
+    if region is not None and region.within:
+        raise SpecError(
+            message(
+                f"{what} was called in a function given to {region.within}, which torch compiles: it can't communicate",
+                where=region.session.where(),
+                remedy="communicate before it or after it; or write Python's if and for, on numbers that all ranks "
+                'have alike, as in if float(psum(x.sum(), "data")) > 0',
+            )
+        )
     if is_exporting() or being_recorded():
         raise SpecError(
             message(

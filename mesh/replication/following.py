@@ -23,7 +23,7 @@ from ...kernels.torch_private import DispatchMode, arguments, operation_name, st
 from ...kernels.word_key import word_key
 from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
-from ..region import current
+from ..region import current, running_within
 from ..spec import Layout
 from .net import NOWHERE, RANDOM, Net, Varying, activate, active, joined, nbytes, numbers_in
 from .statistics import joins_samples, sample_of
@@ -259,10 +259,10 @@ class _Conditions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.higher_order.cond:
             condition, if_true, if_false, operands = args
-            with self:  # of itself torch leaves it here
+            with self, running_within("torch.cond"):  # of itself torch leaves the mode here
                 return (if_true if condition else if_false)(*operands)
         if func is torch.ops.higher_order.scan and "spec_xs" in getattr(args[0], "keywords", ()):
-            with self:
+            with self, running_within("scan"):
                 return _scanned(args[0].keywords, args[1], args[2])
         return func(*args, **(kwargs or {}))
 

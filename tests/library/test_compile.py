@@ -5,7 +5,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from scripts import launched, script
+from scripts import launched, run, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
@@ -464,3 +464,28 @@ def test_recording_is_refused(shared_mesh, record):
             spmd.spmd(lambda x, call=call: (recorder(call, x), 0)[1], in_specs=P("data"), mesh=mesh)(torch.ones(4))
     graph = spmd.spmd(lambda x: psum(make_fx(lambda x: x * 2)(x)(x), "data"), in_specs=P("data"), mesh=mesh)
     assert graph(torch.ones(4)).full().tolist() == [4, 4]
+
+
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+from spmd import Mesh, spmd
+
+
+@spmd(mesh=Mesh({"data": 2}))
+def step(x):
+    return torch.cond(x.sum() > 0, lambda x: F.relu(x), lambda x: x + 1, (x,))
+
+
+step(torch.ones(2))
+try:
+    step(torch.ones(2)).full()
+except Exception as error:
+    print(error.__notes__[-1])
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_globals_of_the_script_in_functions_that_torch_compiles_by_themselves(tmp_path):
+    status, out, err = run(script(tmp_path, PROGRAM))
+    assert status == 0 and "functions that it compiles within others, as those of torch.cond" in out, (out, err)

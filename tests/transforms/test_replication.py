@@ -458,6 +458,33 @@ def test_operators_that_take_functions(mesh):
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
+def test_collectives_in_functions_that_torch_compiles(mesh, check):
+    """Only the first call runs them as they are; torch's own errors would follow at the next."""
+
+    def chosen(x):
+        return torch.cond(x.sum() > 0, lambda x: psum(x.sum(), "data"), lambda x: x.sum(), (x,))
+
+    def scanned(x):
+        return scan(lambda carry, row: (carry + psum(row, "data"), row * 1), x[0] * 0, x)[0].sum()
+
+    def differentiated(x):
+        return torch.cond(x.sum() > 0, lambda x: grad(lambda x: x.sum())(x).sum(), lambda x: x.sum(), (x,))
+
+    for step, words in (
+        (chosen, "psum was called in a function given to torch.cond, .*Python's if and for"),
+        (scanned, "psum was called in a function given to scan"),
+        (differentiated, "grad of <lambda> was called in a function given to torch.cond"),
+    ):
+        for _ in range(2):
+            with pytest.raises(SpecError, match=words):
+                spmd(step, mesh=mesh, in_specs=P("data"), check=check)(ONES)
+    outside = spmd(
+        lambda x: psum(torch.cond(x.sum() > 0, torch.sum, torch.mean, (x,)), "data"), mesh=mesh, in_specs=CUT
+    )
+    assert outside(ONES).item() == ONES.sum().item()
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
 def test_gradients_through_a_condition(mesh, check):
     """By what its functions capture, too: on the first call torch runs them as they are, which has no such gradient."""
 
