@@ -261,9 +261,10 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
         sizes = {size for tensor in cached for size in tensor.shape}
         for key in compared:
             old, new = before[key], now.get(key)
-            if key in versions:
-                replaced = new is not old and shape(new) == shape(old) and not new.requires_grad
-                changed = replaced or (new is old and torch_private.version(new) != versions[key])
+            if isinstance(old, Tensor) and new is old:
+                changed = torch_private.version(old) != versions[key]
+            elif isinstance(old, Tensor):
+                changed = isinstance(new, Tensor) and shape(new) == shape(old) and not new.requires_grad
             else:
                 changed = _is_other(old, new) and not isinstance(new, Tensor) and new not in sizes
             if changed:

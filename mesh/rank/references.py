@@ -195,8 +195,10 @@ def _may_change(value: Any) -> bool:
         return True
     if isinstance(value, (list, set)):
         return len(value) <= LOOKED_INTO and all(map(is_plain, value))
-    inside = value if isinstance(value, dict) else None if isinstance(value, type) else getattr(value, "__dict__", None)
-    return bool(inside) and len(inside) <= LOOKED_INTO and all(map(is_plain, inside.values()))
+    if isinstance(value, type):
+        return False
+    inside: dict[Any, Any] = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return 0 < len(inside) <= LOOKED_INTO and all(map(is_plain, inside.values()))
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

@@ -183,6 +183,15 @@ class Engine:
             had = f"{[*together[0].state]} for each parameter"
             remedy = "restore with the class and options of the run that was saved, or begin with opt.init(params)"
             raise SpecError(message(problem, got=had, remedy=remedy)) from None
+        except RuntimeError as error:
+            if not str(error).endswith("consider Adam instead"):  # `SparseAdam`'s, of dense gradients
+                raise
+            remedy = (
+                f"for {self.cls.__name__} keep the rows that are not zero, grads[name].to_sparse(1); torch.optim.Adam "
+                "steps all rows"
+            )
+            problem = f"{self.cls.__name__} takes sparse gradients, and value_and_grad gives dense ones, of all layers"
+            raise SpecError(message(problem, got=str(error), remedy=remedy)) from None
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):

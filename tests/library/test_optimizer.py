@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import spmd.optim.optimizer
-from spmd import MeshError, P, Sharded, SpecError, SpmdError, optimizer
+from spmd import MeshError, P, Sharded, SpecError, SpmdError, data_parallel, functional, optimizer, value_and_grad
 from spmd.mesh import trees
 from spmd.optim import flat, leaves, slices
 from spmd.optim.optimizer import Optimizer
@@ -142,6 +142,32 @@ def test_sparse_gradients():
         reference.step()
         params, opt_state = opt.step(params, {"w": grad}, opt_state)
     assert torch.equal(params["w"], theirs)
+
+
+def test_sparse_embeddings(shared_mesh):
+    """Their gradients are dense here, as sums over ranks are; the rows that are not zero are what torch's would have."""
+    ids = torch.tensor([[1, 2], [3, 1]])
+    reference = nn.Embedding(6, 2, sparse=True)
+    (apply, params), theirs = functional(reference), optim.SparseAdam(reference.parameters(), lr=0.1)
+    opt = optimizer(optim.SparseAdam, lr=0.1)
+
+    @spmd.spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def step(params, opt_state, batch, rows):
+        _, grads = value_and_grad(lambda params, batch: apply(params, batch).square().mean())(params, batch)
+        return opt.step(params, {name: g.to_sparse(1) for name, g in grads.items()} if rows else grads, opt_state)
+
+    opt_state = opt.init(params)
+    with pytest.raises(
+        SpecError, match=r"SparseAdam takes sparse gradients, and value_and_grad .*to_sparse\(1\).*Adam"
+    ):
+        step(params, opt_state, ids, False)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, ids, True)
+        theirs.zero_grad()
+        reference(ids).square().mean().backward()
+        theirs.step()
+    torch.testing.assert_close(params["weight"].full(), reference.weight.detach())
 
 
 def test_it_is_a_pair():
