@@ -261,7 +261,7 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
         sizes = {size for tensor in cached for size in tensor.shape}
         for key in compared:
             old, new = before[key], now.get(key)
-            if isinstance(old, Tensor) and new is old:
+            if new is old and isinstance(old, Tensor):
                 changed = torch_private.version(old) != versions[key]
             elif isinstance(old, Tensor):
                 changed = isinstance(new, Tensor) and shape(new) == shape(old) and not new.requires_grad

@@ -30,6 +30,7 @@ _INSTEAD = {  # of what torch's DataLoader has
     'load_state_dict({"epoch": epoch, "step": 0})',
     "batch_size": "it is loader.settings['batch_size']",
 }
+_LEFT, _PEEKS = 3, 10  # of so many loops left early there is a warning; of `next(iter(loader))`, often only a look
 _REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
 
@@ -120,7 +121,7 @@ class Loader:
         self._loops = 0  # iterators that have begun
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
         self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
-        self._left = 0  # how many loops in a row were left early, after more than one batch
+        self._left = _LEFT, 0  # of how many loops in a row left early to warn, and how many were
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, _INSTEAD)
@@ -194,16 +195,22 @@ class Loader:
             raise
 
     def _note_left(self) -> None:
-        """Warn if loop after loop is left early: all begin with the same samples, and the rest are never read."""
-        begins_at = self._loads, self._epoch
-        self._left = self._left + 1 if begins_at == self._begun_at and self._yielded > 1 else 0
+        """Warn if loop after loop is left early: all begin with the same samples, and the rest are never read.
+
+        After one batch many are left on purpose, to look at it: that has to happen more often.
+        """
+        begins_at, most = (self._loads, self._epoch), _LEFT if self._yielded > 1 else _PEEKS
+        if begins_at != self._begun_at or not self._yielded:
+            self._left = most, 0
+        else:
+            self._left = most, self._left[1] + 1 if self._left[0] == most else 1
         self._begun_at = begins_at
-        if self._left == 3 and self.settings.get("shuffle", True):
+        if self._left[1] == most and self.settings.get("shuffle", True):
             warn(
                 message(
-                    f"a loop over a Loader begins epoch {self._epoch} again, after three that were left early: all "
+                    f"a loop over a Loader begins epoch {self._epoch} again, after {most} left early: all "
                     "begin with the same batches, and the samples of others never come",
-                    got=f"the last one left after {self._yielded} batches",
+                    got=f"the last one left after {self._yielded} batch{'es' * (self._yielded > 1)}",
                     remedy='begin another epoch, loader.load_state_dict({"epoch": epoch, "step": 0}); go on in this '
                     "one by taking batches of one iterator, batches = iter(loader); or say shuffle=False if they are "
                     "to be the same",

@@ -194,8 +194,13 @@ def test_loops_that_are_left_early_begin_with_the_same_samples(shared_mesh, recw
         shuffled.load_state_dict({"epoch": epoch + 1, "step": 0})
     assert not recwarn.list
     left_after(shuffled, 3, 3, 3)
-    with pytest.warns(UserWarning, match=r"begins epoch 5 again, after three.*left after 3 batches.*another epoch"):
+    with pytest.warns(UserWarning, match=r"begins epoch 5 again, after 3 left.*left after 3 batches.*another epoch"):
         left_after(shuffled, 3)
+    looked_at = Loader(torch.arange(40), 4, mesh=mesh)
+    left_after(looked_at, *[1] * 10)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"begins epoch 0 again, after 10 left early.*after 1 batch\).*one iterator"):
+        left_after(looked_at, 1)
 
 
 def test_breaking_off_and_starting_again(shared_mesh):

@@ -145,7 +145,7 @@ def test_sparse_gradients():
 
 
 def test_sparse_embeddings(shared_mesh):
-    """Their gradients are dense here, as sums over ranks are; the rows that are not zero are what torch's would have."""
+    """Their gradients are dense here, as sums over ranks are; the rows not zero are what torch's would have."""
     ids = torch.tensor([[1, 2], [3, 1]])
     reference = nn.Embedding(6, 2, sparse=True)
     (apply, params), theirs = functional(reference), optim.SparseAdam(reference.parameters(), lr=0.1)
