@@ -93,7 +93,7 @@ def _kind(leaf: Any) -> str:
         shape = "(nested)" if leaf.is_nested else list(leaf.shape)
         return f"{str(leaf.dtype).removeprefix('torch.')}{shape}{kind}, a plain tensor{' on meta' * leaf.is_meta}"
     if isinstance(leaf, Loader):
-        return f"a Loader at {leaf.position}"
+        return f"a Loader at {leaf.state_dict()}"
     if isinstance(leaf, bool | str | type(None)):
         return repr(leaf)
     if isinstance(leaf, int | np.integer):

@@ -94,7 +94,7 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
         cut = values.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
         return {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **cut}
     if isinstance(leaf, Loader):
-        return {"loader": leaf.position, "deals": leaf.settings}
+        return {"loader": leaf.state_dict(), "deals": leaf.settings}
     if isinstance(leaf, Sampler):
         names = [field.name for field in dataclasses.fields(leaf) if field.name != "_"]
         return {"sampler": {name: getattr(leaf, name) for name in names}}
@@ -197,16 +197,15 @@ def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
         return value(entry, wanted)
     if "loader" in entry:
         if not isinstance(wanted, Loader):
-            return _state_of_loader(entry)
+            return entry["loader"]
         wanted.load_state_dict(_state_of_loader(entry))
         return wanted
     return Sampler(**entry["sampler"]) if "sampler" in entry else entry["value"]
 
 
 def _state_of_loader(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What the Loader's `state_dict` gave."""
-    within = {"settings": entry["deals"]} if entry["loader"]["step"] else {}
-    return {**entry["loader"], **within}
+    """What the Loader's `state_dict` gave, with its settings."""
+    return {**entry["loader"], "settings": entry["deals"]}
 
 
 def _children(structure: Any) -> list[Any]:

@@ -139,23 +139,19 @@ class Loader:
         """What its batches depend on, besides the dataset and the position."""
         return {**self._batches.settings, "shards": self.shards}
 
-    @property
-    def position(self) -> dict[str, Any]:
-        """Where the next batch is in the epochs of this Loader."""
-        state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
-        return state if self._position is None else {**state, "streams": json.dumps(self._position)}
-
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, plain data; it means the same at any number of ranks.
 
-        Within an epoch it also has the `settings`, by which another Loader knows if it is a position of its own.
+        It counts batches of this Loader's. Add `"settings": loader.settings` for a Loader that may be another one.
         """
-        return {**self.position, "settings": self.settings} if self._yielded else self.position
+        state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
+        return state if self._position is None else {**state, "streams": json.dumps(self._position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position that `state_dict` gave, or from step `state["step"]` of epoch `state["epoch"]`.
+        """Go on from a position that `state_dict` gave.
 
-        If it is that of a Loader of another batch_size, go on with the same sample.
+        With the other Loader's `settings` in it, as `restore` has them, go on with the same sample if that one had
+        another batch_size.
 
         Raises:
             SpecError: there is no such position: the Loader was another, or no batch begins with this sample.

@@ -133,7 +133,7 @@ def test_like_of_other_classes(tmp_path: Path) -> None:
         fresh = Loader(torch.arange(10), 2)
         with pytest.raises(SpecError, match=expected):
             restore(tmp_path, like={"loader": fresh, **like})
-        assert fresh.position == {"epoch": 0, "step": 0}  # nothing is touched
+        assert fresh.state_dict() == {"epoch": 0, "step": 0}  # nothing is touched
     back = restore(tmp_path, like={"run": {"grown": State(0, {"x": Wrapped(0)})}})
     assert back["run"]["grown"].opt_state["x"].inner == 2
 

@@ -164,11 +164,13 @@ def test_epochs_follow_the_sampler_whatever_is_read_ahead(shared_mesh, prefetch,
     sampler = Sampler(10, 4, seed=3, drop_last=drop_last)
     seen = []
     for epoch in range(3):
-        assert loader.position == {"epoch": epoch, "step": 0}
+        assert loader.state_dict() == {"epoch": epoch, "step": 0}
         for step, batch in enumerate(loader):
             assert torch.equal(batch.full(), torch.cat(dealt(sampler.batch(epoch, step), 2)))
             last = step == len(loader) - 1
-            assert loader.position == ({"epoch": epoch + 1, "step": 0} if last else {"epoch": epoch, "step": step + 1})
+            assert loader.state_dict() == (
+                {"epoch": epoch + 1, "step": 0} if last else {"epoch": epoch, "step": step + 1}
+            )
             seen.append(tuple(batch.shape))
     assert seen == [(4,), (4,), (2,)] * 3 if not drop_last else [(4,), (4,)] * 3
     first, second = (torch.cat([sampler.batch(epoch, step) for step in range(len(sampler))]) for epoch in range(2))
@@ -210,9 +212,9 @@ def test_breaking_off_and_starting_again(shared_mesh):
     for batch in loader:
         assert batch.full().tolist() == first[0] == first[1]
         break
-    assert loader.position == {"epoch": 0, "step": 1}
+    assert loader.state_dict() == {"epoch": 0, "step": 1}
     whole = [batch.full().tolist() for batch in loader]
-    assert whole[0] == first[0] and len(whole) == 3 and loader.position == {"epoch": 1, "step": 0}
+    assert whole[0] == first[0] and len(whole) == 3 and loader.state_dict() == {"epoch": 1, "step": 0}
     assert next(iter(loader)).full().tolist() != first[0]
 
 
@@ -229,7 +231,7 @@ def test_going_on_with_another_number_of_ranks(shared_mesh, backend):
             batches = iter(loader)
             next(batches)
         state = loader.state_dict()
-        assert loader.position == ({"epoch": 0, "step": reached} if reached < 5 else {"epoch": 1, "step": reached - 5})
+        assert state == ({"epoch": 0, "step": reached} if reached < 5 else {"epoch": 1, "step": reached - 5})
         other = Loader(data, 5, mesh=shared_mesh({"data": 4}, backend), seed=4)
         other.load_state_dict(state)
         assert other.state_dict() == state
@@ -252,13 +254,13 @@ def test_going_on_with_another_batch_size(shared_mesh, shuffle):
     going, seen = loader(), []
     for batch in going:
         seen += batch.full().tolist()
-        state = json.loads(json.dumps(going.state_dict()))
+        state = json.loads(json.dumps({**going.state_dict(), "settings": going.settings}))
         if len(seen) == 12:
             break
     for size in (2, 3, 4, 12):
         other = loader(size, drop_last=True)
         other.load_state_dict(state)
-        assert other.position == {"epoch": 0, "step": 12 // size}
+        assert other.state_dict() == {"epoch": 0, "step": 12 // size}
         found = [batch.full().tolist() for batch in other]
         assert not set(seen) & {i for ids in found for i in ids} and [*map(len, found)] == [size] * (18 // size)
     with pytest.raises(SpecError, match=r"within one of its batches.*12 samples.*keep batch_size=6 .*\"step\": 2}"):
@@ -277,7 +279,7 @@ def test_going_on_with_another_batch_size(shared_mesh, shuffle):
             SpecError, match=rf'come in another order .*{words}.*load_state_dict\({{"epoch": 1, "step": 0}}'
         ):
             other.load_state_dict(state)
-        assert other.position == {"epoch": 0, "step": 0}
+        assert other.state_dict() == {"epoch": 0, "step": 0}
         other.load_state_dict({**state, "step": 0})  # where an epoch begins, any Loader may
     if not shuffle:
         loader(seed=5).load_state_dict(state)
@@ -291,14 +293,14 @@ def test_positions_that_are_not_there(shared_mesh):
         with pytest.raises(SpecError, match="bad state"):
             loader.load_state_dict(state)
     loader.load_state_dict({"epoch": 2, "step": 3})
-    assert loader.position == {"epoch": 3, "step": 0}
+    assert loader.state_dict() == {"epoch": 3, "step": 0}
     sampler = Sampler(10, 4)
     assert torch.equal(next(iter(loader)).full(), torch.cat(dealt(sampler.batch(3, 0), 2)))
 
 
 def test_no_batches_at_all(shared_mesh):
     loader = Loader(torch.arange(3), 4, mesh=shared_mesh({"data": 2}), drop_last=True)
-    assert len(loader) == 0 and list(loader) == [] and loader.position == {"epoch": 0, "step": 0}
+    assert len(loader) == 0 and list(loader) == [] and loader.state_dict() == {"epoch": 0, "step": 0}
 
 
 @on_both
@@ -407,7 +409,7 @@ def test_a_dataset_that_raises_is_named_and_leaves_the_mesh_usable(shared_mesh, 
     if sys.version_info >= (3, 11):
         assert "[reading sample 5 of the Loader's Squares]" in "".join(caught.value.__notes__)
     assert len(list(Loader(Squares(12), 4, mesh=mesh))) == 3
-    assert loader.position in ({"epoch": 0, "step": len(seen)}, {"epoch": 0, "step": 1})
+    assert loader.state_dict() in ({"epoch": 0, "step": len(seen)}, {"epoch": 0, "step": 1})
 
 
 def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared_mesh):

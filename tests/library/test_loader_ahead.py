@@ -159,7 +159,7 @@ def test_an_exception_is_raised_at_its_batch(shared_mesh, fails, workers):
     with pytest.raises(LookupError, match=r"no 2[01]") as caught:
         for batch in loader:
             found.append(of(batch))
-    assert found == truth(loader)[:5] and loader.position == {"epoch": 0, "step": 5}
+    assert found == truth(loader)[:5] and loader.state_dict() == {"epoch": 0, "step": 5}
     assert "in failing" in str(caught.value.__cause__)
     if sys.version_info >= (3, 11):
         notes = "".join(caught.value.__notes__)
@@ -329,7 +329,7 @@ def test_breaking_off_and_starting_again(shared_mesh):
             assert of(batch) == truth(loader)[step - 1]
             if step == leave:
                 break
-        assert loader.position == {"epoch": 0, "step": leave}
+        assert loader.state_dict() == {"epoch": 0, "step": leave}
     del batch
     assert [of(batch) for batch in loader] == truth(loader)
     assert len(mesh.driver.values) <= before

@@ -134,7 +134,7 @@ def test_an_exception_names_the_sample_and_the_loader_goes_on(shared_mesh):
     with pytest.raises(LookupError, match="no such sample: 9") as caught:
         for _ in loader:
             pass
-    assert loader.position == {"epoch": 0, "step": 2}
+    assert loader.state_dict() == {"epoch": 0, "step": 2}
     assert "in __getitem__" in str(caught.value.__cause__)
     if sys.version_info >= (3, 11):
         assert "[reading sample 9 of the Loader's Noisy]" in "".join(caught.value.__notes__)
@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_is_named_with_its_sample_and_loses_nothing(shar
     with pytest.raises(MeshError, match=r"was killed by SIGKILL \(got sample 9 of the DiesOnce\).*state_dict"):
         for batch in loader:
             seen += contents([batch])
-    assert seen == whole[:2] and loader.position == {"epoch": 0, "step": 2}
+    assert seen == whole[:2] and loader.state_dict() == {"epoch": 0, "step": 2}
     loader.load_state_dict(loader.state_dict())
     assert contents(loader) == whole[2:]
 
