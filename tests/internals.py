@@ -137,27 +137,29 @@ def wait_for_stacks() -> None:
     stacks._ANSWER_SECONDS = 5.0
 
 
-def let_time_fly(file: str, seconds: float) -> None:
-    """In this process: while a file exists, waits for other ranks find that so many seconds have passed at every look.
+def let_time_fly(file: str, timeout: float) -> None:
+    """In this process: while a file exists, waits for other ranks find an eighth of their timeout gone at each look.
 
-    The file is removed once they have looked twenty times.
+    The file is removed once several timeouts have passed so.
     """
     import os
     import time
 
     from spmd.kernels import waiting
+    from spmd.kernels.shm import board
 
-    ahead, left = 0.0, 20
+    ahead, left = 0.0, 40
 
     def monotonic() -> float:
         nonlocal ahead, left
         if left and os.path.exists(file):
-            ahead, left = ahead + seconds, left - 1
+            ahead, left = ahead + timeout / 8, left - 1
             if not left:
                 os.unlink(file)
         return time.monotonic() + ahead
 
-    waiting.time = types.SimpleNamespace(**{**vars(time), "monotonic": monotonic})  # type: ignore[attr-defined]
+    clock = types.SimpleNamespace(**{**vars(time), "monotonic": monotonic})
+    waiting.time = board.time = clock  # type: ignore[attr-defined]
 
 
 def close_all_meshes() -> None:

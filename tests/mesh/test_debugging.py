@@ -93,16 +93,16 @@ def at_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
         os.close(ours)
 
 
-# Ranks that pass the breakpoint by, and wait for the one that stops, find that five timeouts pass meanwhile.
 TIMEOUT = 300.0
 LATER = f"""
         import internals
-        internals.let_time_fly(os.environ["LATER"] + str(spmd.axis_index("data")), {TIMEOUT / 4})
+        internals.let_time_fly(os.environ["LATER"] + str(spmd.axis_index("data")), {TIMEOUT})
         breakpoint()
 """
 
 
 def long_after(later: Path) -> None:
+    """A rank that waits has found several timeouts gone."""
     later.touch()
     assert until(lambda: not later.exists())
 

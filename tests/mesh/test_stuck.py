@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import fork_server
+from fork_server import ForkServer
 from host_processes import parent_of
-from internals import wait_for_stacks
-from patience import HANGS, end_within, running, slowness, soon, until
+from internals import let_time_fly, wait_for_stacks
+from patience import HANGS, end_within, running, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
 from spmd.mesh.display import stacks
@@ -219,14 +219,16 @@ def traced(pid: int) -> Iterator[Callable[[], None]]:
         libc.ptrace(detach, pid, None, None)
 
 
-def test_the_peers_of_a_rank_that_a_debugger_has_stopped_wait_for_it() -> None:
-    timeout = max(1.0, min(slowness(), 5.0))
-    with Mesh({"data": 2}, timeout=timeout) as mesh, ThreadPoolExecutor() as pool:
+def test_the_peers_of_a_rank_that_a_debugger_has_stopped_wait_for_it(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    with Mesh({"data": 2}, timeout=HANGS) as mesh, ThreadPoolExecutor() as pool:
         assert works(mesh)
+        mesh.run(let_time_fly, str(later), HANGS, ranks=[0])
         with traced(mesh.driver.pids[1]) as stop:
             stop()
             call = pool.submit(works, mesh)
-            time.sleep(2 * timeout)
+            later.touch()
+            assert until(lambda: not later.exists())  # several timeouts have passed
         assert call.result(HANGS)
 
 
@@ -250,9 +252,9 @@ def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
 # -- stacks -----------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_of_launched_ranks(tmp_path: Path) -> None:
+def test_stacks_of_launched_ranks(server: ForkServer, tmp_path: Path) -> None:
     code = """
-from internals import wait_for_stacks
+from internals import let_time_fly, wait_for_stacks
 from spmd import Mesh
 wait_for_stacks()
 mesh = Mesh(timeout=60)
@@ -264,9 +266,8 @@ def at_rest():
 print(mesh.run(at_rest)[0])
 """
     told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
-    with fork_server() as server:
-        ranks = [server.start(code, environ={**os.environ, **told, "SPMD_RANK": str(rank)}) for rank in range(2)]
-        (text, error), _ = [rank.communicate() for rank in ranks]
+    ranks = [server.start(code, environ={**os.environ, **told, "SPMD_RANK": str(rank)}) for rank in range(2)]
+    (text, error), _ = [rank.communicate() for rank in ranks]
     assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("rank")] == ["rank 0", "rank 1"], (
         error
     )

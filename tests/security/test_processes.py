@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import ForkServer, fork_server
+from fork_server import ForkServer
 from patience import HANGS, end_within
 from scripts import two_ranks
 
@@ -27,12 +26,6 @@ needs_namespaces = pytest.mark.skipif(
     or subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False).returncode != 0,
     reason="needs root and unshare, for namespaces",
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
 
 
 def told(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
