@@ -162,6 +162,15 @@ def let_time_fly(file: str, timeout: float) -> None:
     waiting.time = board.time = clock  # type: ignore[attr-defined]
 
 
+def calls_end_after_ctrl_c() -> contextlib.AbstractContextManager:
+    """Within the block, Ctrl-C waits for the calls under way, however late they end, before it interrupts ranks."""
+    from patience import HANGS
+
+    from spmd.mesh.driver import recovery
+
+    return mock.patch.object(recovery, "INTERRUPT_SECONDS", HANGS)
+
+
 def close_all_meshes() -> None:
     """As at this process's exit."""
     from spmd.mesh.driver.open_sessions import close_all
