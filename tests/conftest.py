@@ -28,8 +28,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The slowest files, in order. Workers begin with them (see the Makefile), so that none is left for the end.
 LONG = (
-    "nodes notebooks bench launchers readme same_bits verify hierarchical checkpoint launch cuda_kernels failures "
-    "fingerprint mismatch examples communicator doctor mpi restore rendezvous"
+    "nodes notebooks same_bits compile launchers readme survival processes launch scripts attacks bench hierarchical "
+    "stuck examples verify checkpoint cuda_kernels failures fingerprint mismatch communicator doctor mpi restore "
+    "launched interrupts chaos secrets"
 )
 
 

@@ -142,11 +142,11 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     def late(how: str) -> float:
         comm = mesh.comm()
         if comm.rank == 1 and how == "computes":
-            end = time.monotonic() + 3 * GRACE
+            end = time.monotonic() + 2 * GRACE
             while time.monotonic() < end:
                 pass
         elif comm.rank == 1:
-            busy = f"import time\nend = time.monotonic() + {3 * GRACE}\nwhile time.monotonic() < end: pass"
+            busy = f"import time\nend = time.monotonic() + {2 * GRACE}\nwhile time.monotonic() < end: pass"
             with open(lock, "w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 comm.barrier()
@@ -163,14 +163,14 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     assert mesh.run(late, "computes") == [2.0, 2.0]
     assert mesh.run(late, "waits for programs that compute") == [2.0, 2.0]
     assert mesh.run(late, "waits for programs of another") == [2.0, 2.0]
-    assert mesh.submit(time.sleep, 3 * GRACE, rank=1).result(HANGS) is None
+    assert mesh.submit(time.sleep, 2 * GRACE, rank=1).result(HANGS) is None
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 2
 
         def __getitem__(self, index: int) -> int:
-            end = time.monotonic() + 3 * GRACE
+            end = time.monotonic() + 2 * GRACE
             while time.monotonic() < end:
                 pass
             return index
@@ -184,7 +184,7 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     pids = mesh.driver.pids
     with traced(pids[1]) as stop:
         future: list[Any] = []
-        call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 3 * GRACE)))
+        call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 2 * GRACE)))
         call.start()
         call.join(HANGS)
         assert future == [[0, 1]]
@@ -193,7 +193,7 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     def at_prompt() -> int:
         mesh.session.watch.set_in_debugger(True)
         try:
-            time.sleep(3 * GRACE)
+            time.sleep(2 * GRACE)
         finally:
             mesh.session.watch.set_in_debugger(False)
         return 1
