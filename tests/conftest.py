@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import shared_server
+from fork_server import ForkServer, shared_server
 from hypothesis import HealthCheck, settings
 from internals import close_all_meshes, forget_runs, local_hosts
 from patience import until
@@ -28,8 +28,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The slowest files, in order. Workers begin with them (see the Makefile), so that none is left for the end.
 LONG = (
-    "nodes notebooks bench launchers readme same_bits verify hierarchical checkpoint launch cuda_kernels failures "
-    "fingerprint mismatch examples communicator doctor mpi restore rendezvous"
+    "nodes notebooks same_bits compile launchers readme survival processes launch scripts attacks bench hierarchical "
+    "stuck examples verify checkpoint cuda_kernels failures fingerprint mismatch communicator doctor mpi restore "
+    "launched interrupts chaos secrets"
 )
 
 
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def hosts_are_forks() -> Iterator[None]:
     with local_hosts(lambda *command, **options: shared_server().run(*command, **options)):
         yield
+
+
+@pytest.fixture(scope="session")
+def server() -> ForkServer:
+    """What programs are forked from, which takes seconds to start: one for all tests."""
+    return shared_server()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +155,6 @@ class Forked(Program):
         self.wait()
 
 
-@contextlib.contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 _shared: ForkServer | None = None
 
 
@@ -221,15 +212,22 @@ def _served(channel: socket.socket) -> dict[str, Any] | None:
             _, answer = os.waitpid(request["status"], 0)
             running.discard(request["status"])
         else:
+            begun, begins = os.pipe()
             answer = os.fork()
             if answer == 0:
                 channel.close()
+                if request["session"]:
+                    os.setsid()
+                os.close(begins)  # who asked may signal the new session
+                os.close(begun)
                 for number, fd in enumerate(fds):
                     os.dup2(fd, number)
                     os.close(fd)
                 return request
             running.add(answer)
-            for fd in fds:
+            os.close(begins)
+            os.read(begun, 1)
+            for fd in (begun, *fds):
                 os.close(fd)
         _send(channel, str(answer).encode(), [])
     for pid in running:
@@ -245,8 +243,6 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
     from spmd.mesh.hosts.process import ForkedZygote
     from spmd.mesh.launch import environments
 
-    if request["session"]:
-        os.setsid()
     os.chdir(request["cwd"])
     environ = request["environ"]
     os.environ.clear()

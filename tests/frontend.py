@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import queue
 import re
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+from fork_server import Program, shared_server
 from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning import local_provisioner
 from patience import HANGS
 
 
@@ -40,23 +45,42 @@ class Cell:
         return self.data[-1]["text/plain"]
 
 
+# As in tests/scripts.py; and no debugger in the kernel, which takes a second to start.
+ENVIRON = {"OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+
+
+def kernels_are_forks() -> contextlib.AbstractContextManager:
+    """Kernels that are started within the block have imported spmd already."""
+
+    def launch(command: list[str], *, independent: bool = False, **options: Any) -> Program:
+        command = [command[0], *itertools.dropwhile(lambda option: option.startswith("-X"), command[1:])]
+        return shared_server().run(command, start_new_session=True, stdin=subprocess.DEVNULL, **options)
+
+    return mock.patch.object(local_provisioner, "launch_kernel", launch)
+
+
 class Kernel:
     """A kernel process and its client."""
 
     def __init__(self, folder: Any):
         self.manager = KernelManager(kernel_name="python3")
-        # As in tests/scripts.py; and no debugger in the kernel, which takes a second to start.
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        self.manager.start_kernel(cwd=str(folder), env=environ)
+        self.manager.start_kernel(cwd=str(folder), env={**os.environ, **ENVIRON})
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(HANGS)
 
-    def __call__(self, code: str, *, interrupt_after: float | None = None) -> Cell:
+    def __call__(
+        self,
+        code: str,
+        *,
+        interrupt_after: float | None = None,
+        on_update: Callable[[dict[str, Any]], None] = lambda update: None,
+    ) -> Cell:
         """Run a cell to its end.
 
         Args:
             interrupt_after: press the stop button when the cell has run for so many seconds.
+            on_update: called with each update, as it comes.
         """
         cell, began = Cell(), time.monotonic()
         request, stop = self.client.execute(code), math.inf
@@ -71,6 +95,7 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "update_display_data":  # of whichever cell
                 cell.updates.append(content)
+                on_update(content)
             if message["parent_header"].get("msg_id") != request:
                 continue
             if kind == "status" and content["execution_state"] == "idle":
@@ -96,9 +121,9 @@ class Kernel:
             if message["parent_header"].get("msg_id") == request:
                 return message["content"]
 
-    def ok(self, code: str) -> Cell:
+    def ok(self, code: str, **options: Any) -> Cell:
         """Run a cell that must not fail."""
-        cell = self(code)
+        cell = self(code, **options)
         assert cell.status == "ok", cell.error
         return cell
 
@@ -108,9 +133,10 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def kernel(folder: Any) -> Iterator[Kernel]:
-    started = Kernel(folder)
-    try:
-        yield started
-    finally:
-        started.close()
+def kernel(folder: Any, *, fresh: bool = False) -> Iterator[Kernel]:
+    with contextlib.nullcontext() if fresh else kernels_are_forks():
+        started = Kernel(folder)
+        try:
+            yield started
+        finally:
+            started.close()

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import mpi_suite as suite
@@ -47,9 +48,9 @@ def in_hosts_order(parts: list[torch.Tensor], hosts: list[list[int]], op: str) -
 
 
 def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
-    def body() -> list[list[str]]:
+    def body(types: Sequence[torch.dtype]) -> list[list[str]]:
         comm, found = mesh.comm(), []
-        for dtype in TYPES:
+        for dtype in types:
             for numel in NUMELS:
                 x = value(dtype, (numel,), comm.rank)
                 for op in OPS.get(dtype, ("sum", "product")):
@@ -67,8 +68,8 @@ def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
             parts = [value(dtype, (numel,), rank) for rank in range(mesh.size)]
             for op in OPS.get(dtype, ("sum", "product")):
                 expected.append([bits(in_hosts_order(parts, hosts, op))] * 3)
-    first, second = mesh.run(body), mesh.run(body)
-    check(first == second, "a run repeats exactly")
+    first, again = mesh.run(body, TYPES), mesh.run(body, TYPES[:1])
+    check(again == [found[: len(again[0])] for found in first], "a run repeats exactly")
     for rank, found in enumerate(first):
         for index, (got, wanted) in enumerate(zip(found, expected, strict=True)):
             check(got == wanted, f"all_reduce {index} on rank {rank}, in the order of the hosts")
@@ -156,7 +157,7 @@ def along_axes(hosts: list[list[int]]) -> None:
 
 def silence(hosts: list[list[int]]) -> None:
     """A rank that waits too long says for whom, and what the other ranks of its host do."""
-    given_up = Path(os.environ["SPMD_INIT_METHOD"].removeprefix("file://")).with_name(f"given up {hosts}")
+    given_up = Path(os.environ["SPMD_INIT_METHOD"].removeprefix("file://")).with_name("given up")
     with Mesh(timeout=4.0) as mesh:
         mesh.run(lambda: mesh.comm().barrier())
         late = hosts[-1][-1]
@@ -202,13 +203,13 @@ def main(hosts: list[list[int]]) -> None:
     suite.messages(mesh, mesh.size)
     if hosts[0] == [0, 1]:
         suite.failures(mesh, mesh.size)
+        silence(hosts)
     if mesh.size == table.RANKS:
         table.ROWS = tuple(row for row in table.ROWS if row not in ROUNDED_TWICE)  # this size comes once
         suite.operations(mesh, mesh.size)
         suite.collectives(mesh, mesh.size)  # with ranks 0 and 1 on one host the order is that of the ranks
     if mesh.size == 4:
         along_axes(hosts)
-    silence(hosts)
     backends()
     if mesh.rank == 0:
         print(f"ok {suite.checks} checks")

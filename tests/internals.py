@@ -137,6 +137,40 @@ def wait_for_stacks() -> None:
     stacks._ANSWER_SECONDS = 5.0
 
 
+def let_time_fly(file: str, timeout: float) -> None:
+    """In this process: while a file exists, waits for other ranks find an eighth of their timeout gone at each look.
+
+    The file is removed once several timeouts have passed so.
+    """
+    import os
+    import time
+
+    from spmd.kernels import waiting
+    from spmd.kernels.shm import board
+
+    ahead, left = 0.0, 40
+
+    def monotonic() -> float:
+        nonlocal ahead, left
+        if left and os.path.exists(file):
+            ahead, left = ahead + timeout / 8, left - 1
+            if not left:
+                os.unlink(file)
+        return time.monotonic() + ahead
+
+    clock = types.SimpleNamespace(**{**vars(time), "monotonic": monotonic})
+    waiting.time = board.time = clock  # type: ignore[attr-defined]
+
+
+def calls_end_after_ctrl_c() -> contextlib.AbstractContextManager:
+    """Within the block, Ctrl-C waits for the calls under way, however late they end, before it interrupts ranks."""
+    from patience import HANGS
+
+    from spmd.mesh.driver import recovery
+
+    return mock.patch.object(recovery, "INTERRUPT_SECONDS", HANGS)
+
+
 def close_all_meshes() -> None:
     """As at this process's exit."""
     from spmd.mesh.driver.open_sessions import close_all

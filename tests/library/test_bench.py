@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import types
@@ -19,15 +18,13 @@ from unittest import mock
 
 import pytest
 from fork_server import shared_server
-from patience import HANGS
 from scripts import launched, run
 
 from spmd.cli.bench import groups
 from spmd.cli.bench.groups import Group, GroupFailed, in_turn, quartiles
+from spmd.cli.main import main
 
 BENCH = Path(__file__).parents[2] / "bench"
-# Of a worker of pytest-xdist these processes are no part: pytest-benchmark would write nothing.
-ENVIRON = {name: text for name, text in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,11 +60,15 @@ def test_scripts_find_what_they_import(bench_folder: None, script: str) -> None:
 
 @pytest.fixture(scope="module")
 def suites(bench_folder: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Two suites of two contenders, measured in no time, saved and loaded again."""
+    """Two suites of a few contenders, measured in no time, saved and loaded again."""
     harness, results = module("harness"), module("results")
     folder = tmp_path_factory.mktemp("results")
     contender = harness.Contender
-    reducing = (contender("ours, in the arena, kept", "ours"), contender("gloo", "gloo"))
+    reducing = (
+        contender("ours, in the arena, kept", "ours", {"kind": "kept"}),
+        contender("gloo", "gloo"),
+        contender("gloo, placed as woken", "gloo", {"spread": False}),
+    )
     stepping = (contender("ours", "ours"), contender("ddp, fused", "gloo", {"fused": True}))
     quick = {"ranks": 2, "rounds": 3, "seconds": 1e-3}
     with harness.Groups() as groups:
@@ -81,15 +82,15 @@ def suites(bench_folder: None, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_every_contender_has_a_sample_a_round(suites: tuple[dict[str, Any], Path]) -> None:
     found, folder = suites
     assert json.loads((folder / "all_reduce.json").read_text()) == found["all_reduce"]
-    for suite in found.values():
+    for name, suite in found.items():
         assert suite["machine"]["cores"] >= 1
         assert suite["versions"]["torch"] != "not installed"
         for case in suite["cases"]:
-            assert len(case["seconds"]) == 2
-            for name, samples in case["seconds"].items():
+            assert len(case["seconds"]) == {"all_reduce": 3, "train_step": 2}[name]
+            for contender, samples in case["seconds"].items():
                 assert len(samples) == 3
                 assert all(sample > 0 for sample in samples)
-                assert case["quartiles"][name] == quartiles(samples)
+                assert case["quartiles"][contender] == quartiles(samples)
 
 
 def test_table_has_every_case_and_target(suites: tuple[dict[str, Any], Path]) -> None:
@@ -210,21 +211,37 @@ def test_parts_lie_within_their_step() -> None:
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param(("run", "-n", "2", "-m", "spmd"), marks=pytest.mark.long)], ids=["alone", "launched"]
 )
-def test_spmd_bench_prints_a_table(launcher: tuple[str, ...]) -> None:
-    size = () if launcher else ("-n", "2")
-    code, out, err = run("-m", "spmd", *launcher, "bench", "--rounds", "1", *size)
+def test_spmd_bench_prints_a_table(launcher: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    if launcher:
+        code, out, err = run("-m", "spmd", *launcher, "bench", "--rounds", "1")
+    else:  # here, so that its groups are forks
+        code, (out, err) = main(["bench", "--rounds", "1", "-n", "2"]), capfd.readouterr()
     assert code == 0, err
     assert ("ranks of this job" in out) == bool(launcher)
     assert out.count("all-reduce") == 15
     assert out.count("step, MLP") == 4
 
 
+# What the harness would have measured.
+SAMPLED = """
+import random, sys
+import pytest
+sys.path.insert(0, ".")
+import harness
+def in_turn(turns, *_, rounds, **__):
+    return {name: [random.uniform(1e-6, 1e-3) for _ in range(rounds)] for name in turns}
+harness.in_turn, harness.Groups.get = in_turn, lambda *_: None
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 def test_pytest_benchmark_replays_the_samples(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
-    command = [sys.executable, "-m", "pytest", ".", "-k", "all_reduce and 2-64- and (kept or gloo)"]
-    command += ["--results", str(tmp_path), f"--benchmark-json={tmp_path / 'entries'}"]
-    done = subprocess.run(command, env=ENVIRON, cwd=BENCH, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = [".", "-k", "all_reduce and 2-64- and (kept or gloo)", "--results", str(tmp_path)]
+    options.append(f"--benchmark-json={tmp_path / 'entries'}")
+    # Of a worker of pytest-xdist the process is no part: pytest-benchmark would write nothing.
+    code, out, err = run("-c", SAMPLED, *options, cwd=BENCH, without=["PYTEST_XDIST_WORKER"])
+    assert code == 0, out + err
     entries = json.loads((tmp_path / "entries").read_text())["benchmarks"]
     (case,) = json.loads((tmp_path / "all_reduce.json").read_text())["cases"]
     medians = {entry["params"]["contender"]: entry["stats"]["median"] for entry in entries}

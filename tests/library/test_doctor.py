@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from jobs import environ_without, mpirun, needs_mpi, section
+from jobs import mpirun, needs_mpi, section
 from patience import HANGS
-from scripts import HERE
+from scripts import run
 
-BARE = environ_without("SPMD_", "OMPI_", "PMI", "GLOO_")
 # The program, with time for a slow machine.
 PATIENT = f"""
 import runpy, internals
@@ -24,25 +21,23 @@ runpy.run_module("spmd", run_name="__main__", alter_sys=True)
 SHARED = platform.machine() in ("x86_64", "AMD64")  # elsewhere plain stores are not trusted
 
 
-def doctor(*launcher: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(launcher or ("-m", "spmd")), "doctor"]
-    return subprocess.run(
-        command, env={**BARE, "OMP_NUM_THREADS": "1", **environ}, capture_output=True, text=True, timeout=HANGS
-    )
+def doctor(*launcher: str, **environ: str) -> tuple[int, str, str]:
+    command = (*(launcher or ("-m", "spmd")), "doctor")
+    return run(*command, env=environ, without=("SPMD_", "OMPI_", "PMI", "GLOO_"))
 
 
 def test_alone() -> None:
-    done = doctor("-c", PATIENT, SPMD_RANKS="3", PYTHONPATH=HERE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("spmd ") and f"torch {torch.__version__}," in done.stdout
-    assert section(done.stdout, "packages")["numpy"][0].isdigit()
-    assert "cores for this process" in section(done.stdout, "devices")["cpu"]
-    launched = section(done.stdout, "launched by")
+    status, out, err = doctor("-c", PATIENT, SPMD_RANKS="3")
+    assert status == 0, out + err
+    assert out.startswith("spmd ") and f"torch {torch.__version__}," in out
+    assert section(out, "packages")["numpy"][0].isdigit()
+    assert "cores for this process" in section(out, "devices")["cpu"]
+    launched = section(out, "launched by")
     assert launched["torchrun"] == "no RANK and WORLD_SIZE are not set"
     assert launched["so"] == "a Mesh made here starts its own ranks: 3"
-    assert section(done.stdout, "network")["lo"] == "127.0.0.1"
-    assert section(done.stdout, "backend")["auto"].startswith("shm" if SHARED else "gloo")
-    transports = section(done.stdout, "transports")
+    assert section(out, "network")["lo"] == "127.0.0.1"
+    assert section(out, "backend")["auto"].startswith("shm" if SHARED else "gloo")
+    transports = section(out, "transports")
     assert re.fullmatch(r"works 2 ranks, 4 MiB reduced in [\d.]+ ms", transports["gloo"])
     assert transports["shm"].split()[0] == ("works" if SHARED else "absent:")
     assert transports["mpi"].split()[0] in ("works", "absent")
@@ -50,16 +45,14 @@ def test_alone() -> None:
 
 
 def test_under_torchrun() -> None:
-    done = doctor("-m", "spmd", "run", "-n", "2", "-m", "spmd")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("launched by") == 1  # rank 0 alone prints
+    status, out, err = doctor("-m", "spmd", "run", "-n", "2", "-m", "spmd")
+    assert status == 0, out + err
+    assert out.count("launched by") == 1  # rank 0 alone prints
     # `spmd run` on one host has its ranks meet in a file.
     assert re.fullmatch(
-        "yes rank 0 of 2, local rank 0 of 2, meeting at file:///.*", section(done.stdout, "launched by")["torchrun"]
+        "yes rank 0 of 2, local rank 0 of 2, meeting at file:///.*", section(out, "launched by")["torchrun"]
     )
-    assert re.match(
-        r"works \w+: 2 ranks, 4 MiB reduced in [\d.]+ ms \(2 on ", section(done.stdout, "transports")["auto"]
-    )
+    assert re.match(r"works \w+: 2 ranks, 4 MiB reduced in [\d.]+ ms \(2 on ", section(out, "transports")["auto"])
 
 
 @needs_mpi
@@ -71,10 +64,10 @@ def test_under_mpirun() -> None:
 
 
 def test_a_contradiction_fails_and_names_the_variables() -> None:
-    done = doctor(SPMD_RANK="3", SPMD_SIZE="2")
-    assert done.returncode == 1
-    assert "failed: the environment variables of spmd contradict each other" in done.stdout
-    assert "SPMD_RANK='3', SPMD_SIZE='2'" in section(done.stdout, "launched by")["spmd"]
+    status, out, _ = doctor(SPMD_RANK="3", SPMD_SIZE="2")
+    assert status == 1
+    assert "failed: the environment variables of spmd contradict each other" in out
+    assert "SPMD_RANK='3', SPMD_SIZE='2'" in section(out, "launched by")["spmd"]
 
 
 def test_readme_names_it() -> None:

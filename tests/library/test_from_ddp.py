@@ -70,6 +70,7 @@ def test_the_same_losses_and_weights(tmp_path: Path) -> None:
             torch.testing.assert_close(ours_weights[name], value)
 
 
+@pytest.mark.long
 def test_a_rank_of_torchs_script_that_is_aborted_at_its_exit(tmp_path: Path) -> None:
     text = (DOCS / "ddp" / "train_ddp.py").read_text()
     aborted = tmp_path / "aborted.py"

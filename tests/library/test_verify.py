@@ -66,6 +66,6 @@ with Mesh({"data": 2}) as mesh:
 
 
 def test_a_mesh_of_fixed_size_is_refused(tmp_path: Path) -> None:
-    status, out, err = run("-m", "spmd", "verify", "--ranks", "2,3", script(tmp_path, FIXED))
+    status, out, err = run("-m", "spmd", "verify", "--ranks", "3,2", script(tmp_path, FIXED))
     assert status == 1, out + err
     assert "3 ranks: " in out and "made a mesh of 2 ranks; give it an axis of size -1" in out

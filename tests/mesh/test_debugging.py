@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import shared_server
-from patience import HANGS, slowness, until
+from patience import HANGS, until
 from scripts import HERE, run, script
 
 STEP = """
@@ -93,13 +93,27 @@ def at_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
         os.close(ours)
 
 
+TIMEOUT = 300.0
+LATER = f"""
+        import internals
+        internals.let_time_fly(os.environ["LATER"] + str(spmd.axis_index("data")), {TIMEOUT})
+        breakpoint()
+"""
+
+
+def long_after(later: Path) -> None:
+    """A rank that waits has found several timeouts gone."""
+    later.touch()
+    assert until(lambda: not later.exists())
+
+
 def test_breaking_printing_stepping_and_going_on(tmp_path: Path) -> None:
-    timeout = min(max(slowness(), 5.0), 10.0)  # all else that the ranks do is to take less, if cores are taken, too
-    with at_terminal(script(tmp_path, STEP), TIMEOUT=str(timeout)) as terminal:
+    program, later = script(tmp_path, STEP.replace("        breakpoint()\n", LATER)), tmp_path / "later"
+    with at_terminal(program, TIMEOUT=str(TIMEOUT), LATER=str(later)) as terminal:
         terminal.expect(r"total = spmd.psum.*\n\(Pdb rank 0\) ")
         terminal.type("p doubled")
         terminal.expect(r"tensor\(6\.\)\n\(Pdb rank 0\) ")
-        time.sleep(1.5 * timeout)  # rank 1 waits in the psum
+        long_after(tmp_path / "later1")  # rank 1 waits in the psum
         terminal.type("doubled = doubled + 1")
         terminal.expect(r"\(Pdb rank 0\) ")
         terminal.type("n")
@@ -175,12 +189,13 @@ def test_without_a_terminal_it_ends_with_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chosen", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_under_a_launcher_the_chosen_rank_stops(tmp_path: Path, chosen: str) -> None:
     forked, rank = str(Path(HERE) / "forked.py"), int(chosen or 0)
-    timeout = min(max(2 * slowness(), 8.0), 20.0)  # in which the ranks meet, and all else
-    with at_terminal(forked, "2", script(tmp_path, STEP), SPMD_DEBUG_RANK=chosen, TIMEOUT=str(timeout)) as terminal:
+    program, later = script(tmp_path, STEP.replace("        breakpoint()\n", LATER)), tmp_path / "later"
+    environ = {"SPMD_DEBUG_RANK": chosen, "TIMEOUT": str(TIMEOUT), "LATER": str(later)}
+    with at_terminal(forked, "2", program, **environ) as terminal:
         terminal.expect(rf"\(Pdb rank {rank}\) ")
         terminal.type("p spmd.axis_index('data')")
         terminal.expect(rf"\n{rank}\n\(Pdb rank {rank}\) ")
-        time.sleep(1.5 * timeout)
+        long_after(tmp_path / f"later{1 - rank}")
         terminal.type("c")
         terminal.expect(r"result 13\.0\n")
         terminal.expect(r"result 13\.0\n")

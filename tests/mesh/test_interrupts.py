@@ -27,6 +27,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, time, traceback
 from pathlib import Path
 import torch
+from internals import calls_end_after_ctrl_c
 from patience import soon
 from spmd import Mesh, axis_index, barrier, psum, put, spmd
 
@@ -97,7 +98,7 @@ def many():
         x = slow(x, zero)
 
 interrupted("calls", many, 0.3)
-short = put(torch.tensor(0.02), mesh=mesh)  # three of them are over before ranks are interrupted, late as they may be
+short = put(torch.tensor(0.02), mesh=mesh)
 x = slow(value, short)
 
 def loop():
@@ -105,7 +106,8 @@ def loop():
     while True:
         x = slow(x, short)
 
-interrupted("loop", loop, 0.5)
+with calls_end_after_ctrl_c():
+    interrupted("loop", loop, 0.5)
 print("state", float(x.full()[0]) >= 3)  # what was about to end has ended
 
 def swallow():

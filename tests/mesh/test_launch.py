@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,12 +94,19 @@ def losses(script: Path) -> Callable[[str], list[float]]:
     return of
 
 
-@pytest.mark.parametrize("way", WAYS)
+def elsewhere(*ways: str) -> Any:
+    """Ways that test_launchers.py has for the page's script, so that this one may wait for `make test-long`."""
+    return pytest.param(*ways, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "way", [elsewhere(way) if way in ("torchrun", "spmd run -n 2") else pytest.param(way) for way in WAYS]
+)
 def test_same_losses(way: str, losses: Callable[[str], list[float]], expected: list[float]) -> None:
     assert losses(way) == pytest.approx(expected, abs=1e-5, rel=0)
 
 
-@pytest.mark.parametrize(("way", "other"), [("python", "python -"), ("torchrun", "spmd run -n 2")])
+@pytest.mark.parametrize(("way", "other"), [("python", "python -"), elsewhere("torchrun", "spmd run -n 2")])
 def test_two_runs_on_two_ranks_have_the_same_bits(way: str, other: str, losses: Callable[[str], list[float]]) -> None:
     assert losses(way) == losses(other)
 

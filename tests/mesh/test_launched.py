@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from scripts import HANGS, run, script
+from fork_server import shared_server
+from scripts import ENDS_WHOLLY, HANGS, run, script
 
 COMMON = """
 import gc
@@ -347,9 +348,9 @@ def test_a_program_ends_though_an_operation_is_under_way(tmp_path):
     """torch would wait for it at the end of the interpreter, for a peer that is stopped."""
     told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen(
+        shared_server().run(
             [sys.executable, script(tmp_path, STOPPED)],
-            env={**os.environ, **told, "SPMD_RANK": str(rank)},
+            env={**os.environ, **ENDS_WHOLLY, **told, "SPMD_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +17,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from fork_server import shared_server
+from jobs import environ_without
 from patience import HANGS, quick
 from ports import free_port
-from scripts import run
+from scripts import ENDS_WHOLLY, run, started
 
 from spmd import MeshError, initialize
 
-TIMEOUT = 6  # of those that wait in vain
+TIMEOUT = 3  # of those that wait in vain
 
 # What each process runs, given how to start; it says how long it took, and what came of it.
 PROGRAM = f"""
@@ -49,29 +48,6 @@ input()
 """
 
 
-# torch is imported once, and the processes are forked from there, before it has run anything.
-PARENT = """
-import contextlib, json, os, sys
-import torch, torch.distributed, spmd
-program, programs = sys.argv[1], json.loads(sys.argv[2])
-every = {fd for _, *fds in programs for fd in fds}
-for start, given, told in programs:
-    if os.fork() == 0:
-        os.dup2(given, 0), os.dup2(told, 1), os.dup2(told, 2)
-        for fd in every:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        sys.argv = ["-c", start]
-        exec(program, {"__name__": "__main__"})
-        sys.exit()
-for fd in every:
-    os.close(fd)
-with contextlib.suppress(ChildProcessError):
-    while True:
-        os.wait()
-"""
-
-
 def at(method: str) -> str:
     """One process's start: `{rank}` and `{size}` are still to be filled in."""
     return f"initialize({{rank}}, {{size}}, init_method={method!r})"
@@ -85,11 +61,10 @@ def stale_file(folder: Path) -> str:
     """What a killed run leaves: rank 0, of a process that is no more, has signed in."""
     code = "import sys; from spmd import Mesh, initialize; initialize(0, 2, init_method=sys.argv[1]); Mesh(timeout=60)"
     left = folder / "stale"
-    with subprocess.Popen([sys.executable, "-c", code, f"file://{left}"], stderr=subprocess.DEVNULL) as process:
+    with started("-c", code, f"file://{left}") as process:
         while b"rank/0" not in written(left):
             assert process.poll() is None
             time.sleep(0.01)
-        process.kill()
     return f"file://{left}"
 
 
@@ -127,45 +102,39 @@ def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
     }
 
 
+@contextlib.contextmanager
+def waiting(start: str, environ: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """A process that begins once it gets a line."""
+    process = shared_server().run(
+        [sys.executable, "-c", PROGRAM, start],
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[tuple[float, str]]]]:
     """For each case and process: the seconds it took, and what it said."""
-    bare = {
-        name: text for name, text in os.environ.items() if not name.startswith(("SPMD_", "MASTER_", "TORCHELASTIC"))
-    }
-    with socket.create_server(("", 0)) as stranger:
+    bare = environ_without("SPMD_", "MASTER_", "TORCHELASTIC")
+    with socket.create_server(("", 0)) as stranger, contextlib.ExitStack() as stack:
         cases = cases_in(tmp_path_factory.mktemp("meet"), stranger.getsockname()[1])
-        starts = [(name, start) for name, group in cases.items() for start in group]
-        pipes = [(os.pipe(), os.pipe()) for _ in starts]
-        theirs = [(given[0], told[1]) for given, told in pipes]
-        programs = [[start, *fds] for (_, start), fds in zip(starts, theirs, strict=True)]
-        parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, PROGRAM, json.dumps(programs)],
-            env={**bare, "OMP_NUM_THREADS": "1"},
-            pass_fds=[fd for fds in theirs for fd in fds],
-            start_new_session=True,
-        )
-        for fds in theirs:
-            for fd in fds:
-                os.close(fd)
-        ours = [(os.fdopen(given[1], "w"), os.fdopen(told[0])) for given, told in pipes]
-        try:
-            for _, told in ours:
-                assert told.readline() == "ready\n"
-            for _ in range(2):  # begin; and end, when every process of the case has said what it has to say
-                for given, _ in ours:
-                    given.write("\n")
-                    given.flush()
-            parent.wait(timeout=HANGS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(parent.pid, signal.SIGKILL)
-            parent.wait()
-            said = [told.read() for _, told in ours]
-            for given, told in ours:
-                given.close()
-                told.close()
-        outs = {name: [out for (its, _), out in zip(starts, said, strict=True) if its == name] for name in cases}
+        begun = {name: [stack.enter_context(waiting(start, bare)) for start in group] for name, group in cases.items()}
+        every = [process for group in begun.values() for process in group]
+        for process in every:
+            assert process.stdout.readline() == "ready\n"
+        for _ in range(2):  # begin; and end, when every process of the case has said what it has to say
+            for process in every:
+                process.stdin.write("\n")
+                process.stdin.flush()
+        outs = {name: [process.communicate(timeout=HANGS)[0] for process in group] for name, group in begun.items()}
     found = {
         name: [re.fullmatch(r"([\d.]+) s: (.*)\n", out, re.DOTALL) for out in group] for name, group in outs.items()
     }
@@ -265,7 +234,5 @@ def test_a_process_with_other_sockets_meets_as_well() -> None:
 def test_the_meeting_place_is_removed(tmp_path: Path) -> None:
     """Also if what keeps it lies in a cycle: at the end all is searched for garbage."""
     code = "import sys; from spmd import Mesh, initialize; initialize(0, 1, init_method=sys.argv[1]); mesh = Mesh()"
-    subprocess.run(
-        [sys.executable, "-c", f"{code}; print(mesh.size)", f"file://{tmp_path}/meet"], timeout=HANGS, check=True
-    )
+    assert run("-c", f"{code}; print(mesh.size)", f"file://{tmp_path}/meet", env=ENDS_WHOLLY)[:2] == (0, "1\n")
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from fork_server import Forked, ForkServer, fork_server
+from fork_server import Forked, ForkServer
 from patience import HANGS, end_within, until
 
 JOB = """
@@ -51,23 +51,22 @@ def start(server: ForkServer, store: dist.TCPStore, done: Path, rank: int, size:
     return server.start(JOB, str(done), environ={**os.environ, **{name: str(text) for name, text in told.items()}})
 
 
-def test_ranks_meet_again_whoever_was_restarted_how_often(tmp_path: Path) -> None:
+def test_ranks_meet_again_whoever_was_restarted_how_often(server: ForkServer, tmp_path: Path) -> None:
     """A rank of one host dies, and its agent counts that; the other agent starts its own anew and counts nothing."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=HANGS), wait_for_workers=False
     )
-    with fork_server() as server:
-        for life in range(3):
-            done = tmp_path / str(life)
-            first = start(server, store, done, 0, 2, 0)
-            second = start(server, store, done, 1, 2, life)
-            out, err = second.communicate()
-            assert out == "2 [2.0, 2.0]\n", err
-            first.kill()  # it waits as a rank does whose peer has died
-            assert first.communicate()[0] == "2 [2.0, 2.0]\n"
-        alone = start(server, store, tmp_path / "alone", 0, 1, 0)  # and the job may shrink
-        assert until(lambda: "1 [1.0]\n" in alone.communicate_so_far())
-        alone.kill()
+    for life in range(3):
+        done = tmp_path / str(life)
+        first = start(server, store, done, 0, 2, 0)
+        second = start(server, store, done, 1, 2, life)
+        out, err = second.communicate()
+        assert out == "2 [2.0, 2.0]\n", err
+        first.kill()  # it waits as a rank does whose peer has died
+        assert first.communicate()[0] == "2 [2.0, 2.0]\n"
+    alone = start(server, store, tmp_path / "alone", 0, 1, 0)  # and the job may shrink
+    assert until(lambda: "1 [1.0]\n" in alone.communicate_so_far())
+    alone.kill()
 
 
 SLEEPS = """

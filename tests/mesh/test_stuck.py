@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import fork_server
+from fork_server import ForkServer
 from host_processes import parent_of
-from internals import wait_for_stacks
-from patience import HANGS, end_within, running, slowness, soon, until
+from internals import let_time_fly, wait_for_stacks
+from patience import HANGS, end_within, running, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
 from spmd.mesh.display import stacks
@@ -142,11 +142,11 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     def late(how: str) -> float:
         comm = mesh.comm()
         if comm.rank == 1 and how == "computes":
-            end = time.monotonic() + 3 * GRACE
+            end = time.monotonic() + 2 * GRACE
             while time.monotonic() < end:
                 pass
         elif comm.rank == 1:
-            busy = f"import time\nend = time.monotonic() + {3 * GRACE}\nwhile time.monotonic() < end: pass"
+            busy = f"import time\nend = time.monotonic() + {2 * GRACE}\nwhile time.monotonic() < end: pass"
             with open(lock, "w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 comm.barrier()
@@ -163,14 +163,14 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     assert mesh.run(late, "computes") == [2.0, 2.0]
     assert mesh.run(late, "waits for programs that compute") == [2.0, 2.0]
     assert mesh.run(late, "waits for programs of another") == [2.0, 2.0]
-    assert mesh.submit(time.sleep, 3 * GRACE, rank=1).result(HANGS) is None
+    assert mesh.submit(time.sleep, 2 * GRACE, rank=1).result(HANGS) is None
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 2
 
         def __getitem__(self, index: int) -> int:
-            end = time.monotonic() + 3 * GRACE
+            end = time.monotonic() + 2 * GRACE
             while time.monotonic() < end:
                 pass
             return index
@@ -184,7 +184,7 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     pids = mesh.driver.pids
     with traced(pids[1]) as stop:
         future: list[Any] = []
-        call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 3 * GRACE)))
+        call = threading.Thread(target=lambda: future.append(mesh.run(sleeps, 1, 2 * GRACE)))
         call.start()
         call.join(HANGS)
         assert future == [[0, 1]]
@@ -193,7 +193,7 @@ def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     def at_prompt() -> int:
         mesh.session.watch.set_in_debugger(True)
         try:
-            time.sleep(3 * GRACE)
+            time.sleep(2 * GRACE)
         finally:
             mesh.session.watch.set_in_debugger(False)
         return 1
@@ -219,14 +219,16 @@ def traced(pid: int) -> Iterator[Callable[[], None]]:
         libc.ptrace(detach, pid, None, None)
 
 
-def test_the_peers_of_a_rank_that_a_debugger_has_stopped_wait_for_it() -> None:
-    timeout = max(1.0, min(slowness(), 5.0))
-    with Mesh({"data": 2}, timeout=timeout) as mesh, ThreadPoolExecutor() as pool:
+def test_the_peers_of_a_rank_that_a_debugger_has_stopped_wait_for_it(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    with Mesh({"data": 2}, timeout=HANGS) as mesh, ThreadPoolExecutor() as pool:
         assert works(mesh)
+        mesh.run(let_time_fly, str(later), HANGS, ranks=[0])
         with traced(mesh.driver.pids[1]) as stop:
             stop()
             call = pool.submit(works, mesh)
-            time.sleep(2 * timeout)
+            later.touch()
+            assert until(lambda: not later.exists())  # several timeouts have passed
         assert call.result(HANGS)
 
 
@@ -250,9 +252,9 @@ def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
 # -- stacks -----------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_of_launched_ranks(tmp_path: Path) -> None:
+def test_stacks_of_launched_ranks(server: ForkServer, tmp_path: Path) -> None:
     code = """
-from internals import wait_for_stacks
+from internals import let_time_fly, wait_for_stacks
 from spmd import Mesh
 wait_for_stacks()
 mesh = Mesh(timeout=60)
@@ -264,9 +266,8 @@ def at_rest():
 print(mesh.run(at_rest)[0])
 """
     told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet", "OMP_NUM_THREADS": "1"}
-    with fork_server() as server:
-        ranks = [server.start(code, environ={**os.environ, **told, "SPMD_RANK": str(rank)}) for rank in range(2)]
-        (text, error), _ = [rank.communicate() for rank in ranks]
+    ranks = [server.start(code, environ={**os.environ, **told, "SPMD_RANK": str(rank)}) for rank in range(2)]
+    (text, error), _ = [rank.communicate() for rank in ranks]
     assert [line.partition(":")[0] for line in text.splitlines() if line.startswith("rank")] == ["rank 0", "rank 1"], (
         error
     )

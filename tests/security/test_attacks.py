@@ -12,14 +12,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from attacks import JOB, Job, job, listening, scanned
-from fork_server import Forked, ForkServer, fork_server
+from fork_server import Forked, ForkServer
 from patience import HANGS, until
 from ports import free_port
 from scripts import launched, script, two_ranks
@@ -32,12 +31,6 @@ AS_NOBODY = ["setpriv", "--reuid=65534", "--clear-groups"]
 needs_second_user = pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, for a second user"
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
 
 
 class Runs:

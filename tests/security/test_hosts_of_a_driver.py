@@ -28,6 +28,12 @@ class Counter:
         return more + 1
 
 
+def stranger(address: tuple[str, int]) -> socket.socket:
+    connection = socket.create_connection(address, timeout=5)
+    connection.setblocking(False)  # with a timeout, what is asked of it waits for as long, MSG_DONTWAIT or not
+    return connection
+
+
 def is_open(connection: socket.socket) -> bool:
     """Whether the other end has not closed it; nothing of what it says is taken."""
     try:
@@ -54,7 +60,7 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
         while not over.is_set():
             for address in listening([os.getpid()]) - before if len(held) < 300 else ():
                 with contextlib.suppress(OSError):
-                    held.extend(socket.create_connection(address, timeout=5) for _ in range(300))
+                    held.extend(stranger(address) for _ in range(300))
             for connection in held:
                 with contextlib.suppress(OSError):
                     connection.sendall(b"x")

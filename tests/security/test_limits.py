@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
-from fork_server import ForkServer, fork_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
-
+from fork_server import ForkServer
 
 # Fills a process's table of descriptors, frees it, and tells whether an error names the limit.
 FILLED = """

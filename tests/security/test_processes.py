@@ -9,16 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fork_server import ForkServer, fork_server
+from fork_server import ForkServer
 from patience import HANGS, end_within
-from scripts import two_ranks
+from scripts import run, script, started, two_ranks
 
 from spmd import Mesh, MeshError, restore, save
 
@@ -29,16 +28,10 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
-
-
 def told(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path)
+    return subprocess.run(
+        [sys.executable, script(tmp_path, code)], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path
+    )
 
 
 def test_many_files_open_before_the_first_mesh(server: ForkServer) -> None:
@@ -73,13 +66,13 @@ if __name__ == "__main__":
         worker.join()
     print([worker.exitcode for worker in workers], mesh.run(lambda: mesh.rank))
 """
-    done = told(code, tmp_path)
-    assert done.stdout == "[1, 1] [0, 1]\n", done.stdout + done.stderr
+    _, out, err = run(script(tmp_path, code), cwd=tmp_path)
+    assert out == "[1, 1] [0, 1]\n", out + err
     for text in (
         "MeshError: a worker process of multiprocessing imports this program's main script",
         "if __name__ == '__main__':",
     ):
-        assert done.stderr.count(text) == 2, done.stderr
+        assert err.count(text) == 2, err
 
 
 @pytest.mark.parametrize(
@@ -114,9 +107,7 @@ started = mesh.run(lambda: subprocess.Popen(["sleep", "1000"], close_fds=False).
 print(*started, flush=True)
 time.sleep(1000)
 """
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+    with started(script(tmp_path, code)) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         try:
@@ -245,15 +236,14 @@ print(mesh.backend, mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(10
 @needs_namespaces
 def test_dev_shm_is_not_needed(tmp_path: Path) -> None:
     """Neither a large one nor any: here it takes nothing."""
-    script = tmp_path / "script.py"
-    script.write_text("""
+    code = """
 import torch
 from spmd import Mesh, P, put
 with Mesh({"data": 2}) as mesh:
     print(mesh.backend, mesh.run(lambda: float(mesh.comm().all_reduced(torch.ones(1 << 20)).sum())))
     print(float(put(torch.ones(1 << 20), P("data"), mesh=mesh).full().sum()))
-""")
-    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} {script}"
+"""
+    command = f"mount -t tmpfs -o ro tmpfs /dev/shm && exec {sys.executable} {script(tmp_path, code)}"
     done = subprocess.run(["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=HANGS)
     assert done.stdout == "shm [2097152.0, 2097152.0]\n1048576.0\n", done.stderr
 

@@ -8,12 +8,11 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from fork_server import Forked, ForkServer, fork_server
+from fork_server import Forked, ForkServer
 from patience import HANGS
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user")
@@ -29,12 +28,6 @@ from spmd import Mesh
 mesh = Mesh(timeout=float(sys.argv[1]))
 print(mesh.run(lambda: int(mesh.comm().rank)))
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with fork_server() as made:
-        yield made
 
 
 @pytest.fixture
