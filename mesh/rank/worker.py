@@ -52,6 +52,7 @@ class Worker(Owned):
         self._unread: deque[wire.Packet] = deque()  # arrived, not handled yet
         self._questions = 0
         self._failed = self._running = self._ends = False
+        self._held: Any = None  # until the process ends
         self._interrupted_at = 0.0
         self.task = 0
         self._sent = 0  # messages over the socket
@@ -149,7 +150,9 @@ class Worker(Owned):
                 self._end_if_forked(1)
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
-            self._ends = bool(fault := placement.fault())
+            if fault := placement.fault():
+                # Nothing of the task is freed: where CUDA fails, torch aborts as it frees a tensor of several streams.
+                self._ends, self._held = True, (error, error.__traceback__)
             why = f"ended, as its process can use its GPU no more: {fault}" if fault else ""
             answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
         for stream in (sys.stdout, sys.stderr):
