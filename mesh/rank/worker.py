@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
-from ...kernels.cuda import placement
+from ...kernels.cuda import nccl_watchdog, placement
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
@@ -85,6 +85,7 @@ class Worker(Owned):
             self._failed = False
             state.forget_last_results()
             state.session.renew(msg.generation)
+            state.values.drop_since(nccl_watchdog.settled(at_once=msg.replaced))
             if msg.replaced:
                 state.session.members_since = msg.generation
             if msg.kept is not None:
