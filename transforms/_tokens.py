@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.compiler import is_exporting
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError, message
@@ -162,7 +161,7 @@ def refuse_recording(what: str) -> None:
                 'have alike, as in if float(psum(x.sum(), "data")) > 0',
             )
         )
-    if is_exporting() or being_recorded():
+    if being_recorded():
         raise SpecError(
             message(
                 f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "

@@ -94,7 +94,8 @@ class NcclCommunicator(Communicator):
         self.launch: Any = None  # how kernels are started; None is CuPy's way
         self._checked, self._closed = checked or debug.enabled(), False
         self._post = make_host(f"{channel}/messages")  # made here, on all ranks: the group's first opens it
-        self.channel = Channel(host, make_host, library, streams, channel, self._operations.progress_messages)
+        advance = self._operations.progress_messages
+        self.channel = Channel(host, make_host, library, streams, channel, advance, agreed=self._checked)
         self._reductions, self._byte = Reductions(self.channel), nccl_type(library.nccl, torch.uint8)
         self._messages_between: Messages | None = None
         self._open()

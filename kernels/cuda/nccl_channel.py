@@ -9,58 +9,26 @@ waits holds no lock, so that the watchdog can end the channel; the tensors of a 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..communicator import Communicator
-from ..errors import CollectiveMismatch, MeshError, PeerLost, message
+from ..errors import Aborted, CollectiveMismatch, MeshError, PeerLost, message
 from ..waiting import wait_until
 from . import nccl_watchdog
 from .nccl_connection import Connection, Pending, await_endings
 from .nccl_group import forget, group_of
 from .nccl_library import Library
 from .nccl_pairs import Pairs
+from .nccl_under_way import Started, UnderWay
 
 _CLOSE_SECONDS = 1.0
+# After a region has failed, operations under way are given so long if the hosts agreed on them: then all GPUs do them,
+# unless a rank has died. Results of earlier calls, which the program goes on with, may come of them.
+SPARE_SECONDS = 5.0
 NcclCall = tuple[Any, ...]  # the name of one of NCCL's functions, and its arguments up to the stream
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Started:
-    """A started operation: the event after it, the tensors that it works on, and when it was started."""
-
-    what: str
-    event: Any
-    keepalive: Any
-    since: float = dataclasses.field(default_factory=time.monotonic)
-
-
-class UnderWay:
-    """The operations of one communicator, in the order in which they were started; callers must hold its lock."""
-
-    def __init__(self) -> None:
-        self._started: deque[Started] = deque()
-
-    def add(self, started: Started) -> None:
-        self.count()
-        self._started.append(started)
-
-    def count(self) -> int:
-        """How many operations may not be over; forgets the others."""
-        while self._started and self._started[0].event.query():
-            self._started.popleft()
-        return len(self._started)
-
-    def oldest(self) -> Started | None:
-        """The first operation that is not known to be over; does not query the GPU."""
-        return self._started[0] if self._started else None
-
-    def clear(self) -> None:
-        self._started.clear()
 
 
 class Channel:
@@ -72,6 +40,7 @@ class Channel:
         streams: a `streams.Streams`.
         name: "main" is the group's first channel; others are split off it.
         advance: advances this rank's messages, for which peers may be waiting.
+        agreed: the hosts agree on every call before any of them starts it.
     """
 
     def __init__(
@@ -82,6 +51,8 @@ class Channel:
         streams: Any,
         name: str,
         advance: Callable[[], None],
+        *,
+        agreed: bool,
     ):
         self.host, self.library, self.streams, self.name = host, library, streams, name
         self.watch, self.ranks, self.rank, self.timeout = host._watch, host.ranks, host.rank, host.timeout
@@ -90,11 +61,12 @@ class Channel:
         self.group = group_of(make_host, self.watch, self.ranks, library)
         self.collectives, self.messages = UnderWay(), UnderWay()
         self.connecting = False
-        self._advance = advance
+        self._advance, self._agreed = advance, agreed
         self._connection: Connection | None = None
         self._connected: set[Any] = set()  # the kinds of calls for which the GPUs are connected
         self._inside: tuple[str, float] | None = None  # the operation for which this rank is inside NCCL, since when
         self._opened_in = -1  # the generation in which it was opened
+        self._spared_until: float | None = None  # since another rank has failed
         self._lock = threading.RLock()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
@@ -106,12 +78,14 @@ class Channel:
         connection = self.group.open(self)
         with self._lock:
             self.failure, self._connection, self._opened_in = None, connection, generation
+            self._spared_until = None
             self._connected.clear()
         nccl_watchdog.watch(self)
 
     def _end(self) -> None:
-        """End NCCL's communicators: normally once all operations are over, else by force; after a failure at once."""
+        """End NCCL's communicators: normally once all operations are over, else by force; see `settle`."""
         nccl_watchdog.unwatch(self)
+        self.settle()
         failed = self.failure is not None or self._opened_in != self.watch.generation
         deadline = time.monotonic() + _CLOSE_SECONDS
         try:
@@ -173,19 +147,31 @@ class Channel:
                 )
             )
 
+    def settle(self, *, at_once: bool = False) -> None:
+        """After a region has failed, wait for what is under way, or end it by force.
+
+        Args:
+            at_once: do not wait: a rank has died.
+        """
+        if at_once:
+            self._spared_until = 0.0
+        while self._connection is not None and self.failure is None and self._opened_in != self.watch.generation:
+            self.look_after()
+            time.sleep(1e-3)
+
     def look_after(self) -> None:
         """The watchdog's check: see `nccl_watchdog`."""
         with self._lock:
-            inside = self._inside
+            inside, oldest = self._inside, None
             if self._connection is None or self.failure is not None:
                 return
             try:
                 self.streams.enter()
-                if self._opened_in != self.watch.generation:
-                    raise PeerLost(message("a region failed", where=f"group {self.ranks}", remedy="start afresh"))
                 self.collectives.count()
                 self.messages.count()
                 oldest = self._oldest()
+                if self._opened_in != self.watch.generation:
+                    raise Aborted("a region failed")
                 waits = (oldest.what, oldest.since) if inside is None and oldest is not None else inside
                 if waits is None:
                     return
@@ -195,8 +181,25 @@ class Channel:
                 self.pairs.check_async_error()
                 if time.monotonic() - waits[1] > self.timeout:
                     raise self.silence(waits[0])
+            except Aborted as error:
+                if inside is not None or oldest is None or not self._spared():
+                    again = PeerLost(message("a region failed", where=f"group {self.ranks}", remedy="start afresh"))
+                    self._fail(error if self._opened_in == self.watch.generation else again)
             except BaseException as error:
                 self._fail(error)
+
+    def _spared(self) -> bool:
+        """Whether what is under way may still end, now that a region has failed."""
+        if not self._agreed:
+            return False
+        now = time.monotonic()
+        if self._spared_until is None:
+            self._spared_until = now + SPARE_SECONDS
+        try:
+            self.watch.check_peers()
+        except (Aborted, PeerLost):
+            return False
+        return now < self._spared_until
 
     def _fail(self, error: BaseException) -> None:
         """End by force, so that threads that wait for the GPU go on."""
@@ -211,6 +214,11 @@ class Channel:
                     remedy="run with NCCL_DEBUG=INFO, and see the output of the other ranks",
                 )
             )
+        with contextlib.suppress(RuntimeError):  # a CUDA error, which every later call raises, too
+            self.collectives.count()
+            self.messages.count()
+        if (unfinished := self._oldest()) is not None:
+            nccl_watchdog.note_cut_short(unfinished.since)
         self.failure = error
         if isinstance(error, PeerLost) and self._opened_in == self.watch.generation:  # a later generation goes on
             self.watch.abort(f"rank {self.ranks[self.rank]}: {error}")

@@ -7,6 +7,7 @@ and the timeout. Ending the communicator lets the GPU go on, and so the host; it
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -19,10 +20,14 @@ class Watched(Protocol):
     def look_after(self) -> None:
         """Check once; ends the communicator if necessary."""
 
+    def settle(self, *, at_once: bool = False) -> None:
+        """Wait for what is under way, or end it by force."""
+
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
+_cut_short = math.inf
 
 
 def watch(communicator: Watched) -> None:
@@ -38,6 +43,31 @@ def watch(communicator: Watched) -> None:
 def unwatch(communicator: Watched) -> None:
     with _lock:
         _watched.discard(communicator)
+
+
+def note_cut_short(since: float) -> None:
+    """Note that an operation was ended before it was over, which was started then (`time.monotonic`)."""
+    global _cut_short
+    with _lock:
+        _cut_short = min(_cut_short, since)
+
+
+def settled(*, at_once: bool) -> float:
+    """Have all operations of a failed region ended, and return when the first that was cut short had been started.
+
+    What the GPU has computed since is arbitrary. Infinity: none was, since the last call.
+
+    Args:
+        at_once: do not wait for operations under way: a rank has died.
+    """
+    global _cut_short
+    with _lock:
+        communicators = list(_watched)
+    for communicator in communicators:
+        communicator.settle(at_once=at_once)
+    with _lock:
+        found, _cut_short = _cut_short, math.inf
+    return found
 
 
 def _look() -> None:

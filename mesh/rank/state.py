@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -30,10 +31,10 @@ from .session import RankSession
 class _Kept:
     """What is left of a call's results: None for a value that was freed, or never was here."""
 
-    __slots__ = ("lasts", "live", "specs", "tensors")
+    __slots__ = ("lasts", "live", "since", "specs", "tensors")
 
     def __init__(self, tensors: list[Any], specs: list[P], lasts: bool = True):
-        self.tensors, self.specs, self.lasts = tensors, specs, lasts
+        self.tensors, self.specs, self.lasts, self.since = tensors, specs, lasts, time.monotonic()
         self.live = sum(tensor is not None for tensor in tensors)
 
 
@@ -51,6 +52,7 @@ class Values:
     def __init__(self, where: str, lasting: LastingValues | None = None):
         self._where, self._lasting = where, lasting
         self._calls: dict[int, _Kept] = {}
+        self._cut_short: set[int] = set()  # calls whose values the GPU had not computed when a rank failed
         self.copier: Copier | None = None
 
     def take_over(self) -> None:
@@ -104,6 +106,16 @@ class Values:
         for call in [call for call in self._calls if call not in wanted]:
             self._forget(call)
 
+    def drop_since(self, moment: float) -> None:
+        """Drop what was kept after a moment (`time.monotonic`), since the GPU was stopped before it was computed."""
+        for call in [call for call, kept in self._calls.items() if kept.since > moment and kept.lasts]:
+            self._cut_short.add(call)
+            self._forget(call)
+
+    def has(self, call: int, index: int) -> bool:
+        kept = self._calls.get(call)
+        return kept is not None and index < len(kept.tensors) and kept.tensors[index] is not None
+
     def gather(self, spans: Spans) -> tuple[list[torch.Tensor], list[P]]:
         """The values that the spans name, in order."""
         tensors: list[Any] = []
@@ -120,12 +132,15 @@ class Values:
         return tensors, specs
 
     def _lost(self, call: int) -> MeshError:
+        what = "with the rank that this one has replaced"
+        if call in self._cut_short:
+            what = "as another rank failed before the GPUs had computed it"
         return MeshError(
             message(
-                "a value was lost with the rank that this one has replaced",
+                f"a value was lost {what}",
                 got=f"the results of call {call}",
                 where=self._where,
-                remedy="run the call again",
+                remedy="run the call again, on values from before or from a checkpoint",
             )
         )
 

@@ -106,9 +106,9 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
         state.values.store(call, index, tensor, spec)
     for source, target, names in task.moves:
         if rank == source:
-            spans = tuple(word for call, index in names for word in (call, index, index + 1))
-            tensors, specs = state.values.gather(spans)
-            data = torch.frombuffer(bytearray(wire.to_bytes((tensors, specs))), dtype=torch.uint8)
+            held = [name for name in names if state.values.has(*name)]  # others were lost here, too
+            spans = tuple(word for call, index in held for word in (call, index, index + 1))
+            data = torch.frombuffer(bytearray(wire.to_bytes((held, *state.values.gather(spans)))), dtype=torch.uint8)
             comm.send(torch.tensor([data.numel()], device="cpu"), target)
             comm.send(data, target)
         elif rank == target:
@@ -116,8 +116,8 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
             comm.recv(size, source)
             data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             comm.recv(data, source)
-            tensors, specs = wire.from_bytes(data.numpy().tobytes())
-            for (call, index), tensor, spec in zip(names, tensors, specs, strict=True):
+            held, tensors, specs = wire.from_bytes(data.numpy().tobytes())
+            for (call, index), tensor, spec in zip(held, tensors, specs, strict=True):
                 state.values.store(call, index, tensor, spec)
 
 

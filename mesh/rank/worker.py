@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
-from ...kernels.cuda import placement
+from ...kernels.cuda import nccl_watchdog, placement
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
 from .. import protocol, wire
@@ -52,6 +52,7 @@ class Worker(Owned):
         self._unread: deque[wire.Packet] = deque()  # arrived, not handled yet
         self._questions = 0
         self._failed = self._running = self._ends = False
+        self._held: Any = None  # until the process ends
         self._interrupted_at = 0.0
         self.task = 0
         self._sent = 0  # messages over the socket
@@ -84,6 +85,7 @@ class Worker(Owned):
             self._failed = False
             state.forget_last_results()
             state.session.renew(msg.generation)
+            state.values.drop_since(nccl_watchdog.settled(at_once=msg.replaced))
             if msg.replaced:
                 state.session.members_since = msg.generation
             if msg.kept is not None:
@@ -149,7 +151,9 @@ class Worker(Owned):
                 self._end_if_forked(1)
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
-            self._ends = bool(fault := placement.fault())
+            if fault := placement.fault():
+                # Nothing of the task is freed: where CUDA fails, torch aborts as it frees a tensor of several streams.
+                self._ends, self._held = True, (error, error.__traceback__)
             why = f"ended, as its process can use its GPU no more: {fault}" if fault else ""
             answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
         for stream in (sys.stdout, sys.stderr):

@@ -144,7 +144,7 @@ class MapReader:
 def _rows_of(leaf: Any, ids: torch.Tensor) -> torch.Tensor:
     """Some rows of a tensor, or of a mapped file, of which only these are read."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(0, ids) if leaf.is_contiguous() else leaf[ids]
+        return leaf.index_select(0, ids.to(leaf.device)) if leaf.is_contiguous() else leaf[ids]
     rows: torch.Tensor = as_tensor(leaf.view(np.ndarray).take(ids.numpy(), axis=0))
     return rows
 

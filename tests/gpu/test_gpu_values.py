@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd import Mesh, MeshError, P, PeerLost, axis_index, psum, put
+from spmd import Loader, Mesh, MeshError, P, PeerLost, axis_index, psum, put
 from spmd import spmd as on_mesh
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -83,6 +83,47 @@ def test_a_rank_that_died_has_its_values_again(pair: Mesh) -> None:
         total(cut)[0].full()
 
 
+def test_what_a_death_cuts_short_is_lost(pair: Mesh) -> None:
+    """A call is over on the hosts before it is on the GPUs. What these have not done then is arbitrary, not a value."""
+
+    def body(x: torch.Tensor, late: bool) -> torch.Tensor:
+        if late and axis_index("data") == 1:
+            torch.cuda._sleep(4_000_000_000)  # some seconds
+        return psum(x * (1 + axis_index("data")), "data")
+
+    total = on_mesh(body, mesh=pair)
+    for late in (False, True):
+        for _ in range(4):  # what these give is compared, for which the hosts wait
+            before = total(torch.ones(1 << 20), late)
+            assert before.full().eq(3).all()
+    after = total(total(before, True), False)
+    os.kill(pair.run(os.getpid)[1], signal.SIGKILL)
+    with pytest.raises((MeshError, PeerLost)):
+        after.full()
+    with pytest.raises((MeshError, PeerLost), match="before the GPUs had computed it"):
+        after.full()
+    assert before.full().eq(3).all() and total(before, False).full().eq(9).all()
+
+
+def test_what_a_step_s_exception_interrupts_is_computed(mesh: Mesh) -> None:
+    """Earlier calls of which the GPU has not done all yet, whose values the program goes on with."""
+
+    def body(x: torch.Tensor, fails: bool) -> torch.Tensor:
+        if fails:
+            raise ValueError("in a later step")
+        torch.cuda._sleep(1_000_000_000)  # more than half a second
+        return psum(x * (1 + axis_index("data")), "data")
+
+    total, sum_of = on_mesh(body, mesh=mesh), float(mesh.size * (mesh.size + 1) // 2)
+    for _ in range(4):
+        before = total(torch.ones(1 << 20), False)
+        before.full()
+    after = total(before, False)
+    with pytest.raises(ValueError, match="in a later step"):
+        total(after, True).full()
+    assert after.full().eq(sum_of**2).all()
+
+
 # -- tensors on their way ----------------------------------------------------------------------------------------------
 
 
@@ -100,6 +141,14 @@ def test_tensors_of_the_driver_s_gpu(mesh: Mesh) -> None:
     for device, out, ones in mesh.run(body, there):
         assert device == "cuda" and out.device.type == ones.device.type == "cpu"
         torch.testing.assert_close(out, module(2 * there).detach().cpu())
+
+
+def test_a_dataset_on_the_driver_s_gpu(mesh: Mesh) -> None:
+    x = torch.arange(12.0, device="cuda").view(6, 2)
+    for columns in (x, x.T.contiguous().T):
+        batches = [*Loader({"x": columns}, 4, shuffle=False, mesh=mesh)]
+        assert all(batch["x"].is_cuda for batch in batches)
+        assert sorted(row for batch in batches for row in batch["x"].tolist()) == x.tolist()
 
 
 def test_arrays_compute(pair: Mesh) -> None:
@@ -244,9 +293,10 @@ def test_a_compiled_loss_with_collectives(mesh: Mesh) -> None:
         return pmean(psum(torch.tanh(x @ w), "data").square().mean(), "data")
 
     w, x = torch.eye(8) * 0.3, torch.arange(64.0).view(8, 8) / 64
-    found = [
-        on_mesh(value_and_grad(f), mesh=mesh, in_specs=(P(), P("data")))(w, x)
+    eager, compiled = (
+        on_mesh(value_and_grad(f), mesh=mesh, in_specs=(P(), P("data")))
         for f in (loss, torch.compile(loss, fullgraph=True))
-    ]
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one.full(), other.full())
+    )
+    for _ in range(2):  # the first call of a signature runs in eager mode
+        for one, other in zip(eager(w, x), compiled(w, x), strict=True):
+            torch.testing.assert_close(one.full(), other.full())

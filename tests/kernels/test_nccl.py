@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -415,6 +417,26 @@ def test_a_rank_that_died_is_replaced(mesh: Mesh) -> None:
     assert total(torch.ones(2)).full().tolist() == [float(RANKS)] * 2
 
 
+def test_what_a_death_cuts_short_is_lost(mesh: Mesh) -> None:
+    """A call is over on the hosts before it is on the GPUs. What these have not done then is arbitrary, not a value."""
+    total = on_mesh(lambda x: psum(x, "data"), mesh=mesh)
+
+    def hold() -> None:
+        comm: Any = mesh.comm("data")
+        until(comm.channel.quiet)
+        comm.streams.stuck = True
+
+    for _ in range(3):
+        before = total(torch.ones(2))
+    assert before.tolist() == [float(RANKS)] * 2
+    mesh.run(hold)
+    after = total(torch.ones(2))
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    with pytest.raises(MeshError, match="a value was lost as another rank failed before the GPUs had computed it"):
+        until(lambda: total(after).tolist() is None)  # the death may be noticed a moment later
+    assert before.tolist() == [float(RANKS)] * 2
+
+
 # -- the calls, on one rank --------------------------------------------------------------------------------------------
 
 
@@ -778,6 +800,25 @@ def test_abort_of_the_region_ends_it(make_comm: Alone) -> None:
         comm.check()
     with pytest.raises(BaseException, match="rank 7 gave up"):
         comm.broadcast(torch.ones(1))
+
+
+def test_what_is_under_way_ends_after_another_rank_failed(make_comm: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts agreed on it, so that all GPUs do it: the results of earlier calls stay right. But not for ever."""
+    monkeypatch.setattr(nccl_channel, "SPARE_SECONDS", 1e6)
+    nccl_watchdog.settled(at_once=True)  # of other tests
+    for generation, at_once in ((2, False), (3, True)):
+        comm = stuck(make_comm())
+        comm._watch.abort("rank 7 raised an exception")
+        comm._watch.clear(generation)
+        comm._watch.generation = generation
+        if not at_once:
+            threading.Timer(0.2, lambda comm=comm: setattr(comm.streams, "stuck", False)).start()
+        began = time.monotonic()
+        moment = nccl_watchdog.settled(at_once=at_once)
+        assert (moment < began) if at_once else math.isinf(moment)
+        assert not comm.channel.collectives.count() or at_once
+        assert math.isinf(nccl_watchdog.settled(at_once=True))  # told once
+        comm.close()
 
 
 def test_timeout_ends_it(make_comm: Alone) -> None:

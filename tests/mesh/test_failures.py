@@ -446,11 +446,16 @@ def test_a_rank_that_can_use_its_gpu_no_more_is_replaced(make_mesh, caplog):
     mesh = make_mesh({"data": 2})
     total = spmd(lambda x: psum(x, "data"), mesh=mesh)
 
+    class OfTwoStreams:
+        def __del__(self):  # what torch does to the process there, for a tensor that several streams have used
+            os.abort()
+
     def fail(who):
         from spmd.kernels.cuda import placement
 
         mesh.comm().barrier()  # all have begun: a rank that has not would be told that another failed
         if mesh.rank in who:
+            tensor = OfTwoStreams()  # noqa: F841
             placement.fault = lambda: "CUDA error: device-side assert triggered"
             raise RuntimeError("of what came next")
         mesh.comm().barrier()
