@@ -255,18 +255,10 @@ def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def being_exported() -> bool:
-    """Whether `torch.export` is running.
-
-    Public way: `torch.compiler.is_exporting`, which is true in what `torch.compile` traces, too, until torch 2.12.
-    """
-    return torch.compiler._is_exporting_flag
-
-
 def being_recorded() -> bool:
-    """Whether export, `make_fx` (`torch.func.linearize`) or `torch.jit.trace` records operations. Public way: none."""
+    """Whether `make_fx` (`torch.func.linearize`) or `torch.jit.trace` records operations. Public way: none."""
     records = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return records or being_exported() or torch._C._get_tracing_state() is not None
+    return records or torch._C._get_tracing_state() is not None
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

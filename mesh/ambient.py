@@ -1,4 +1,4 @@
-"""Torch's settings around a call: grad mode, autocast, anomaly detection, the default dtype, determinism.
+"""Torch's settings around a call: grad mode, autocast, anomaly detection, default dtype, determinism, precision.
 
 These belong to a thread or a process. A step should do what it would do on one device, so the ranks run its body under
 the caller's settings. Invariant: only settings that differ from those of a fresh process are sent, so that an ordinary
@@ -19,6 +19,7 @@ from .array import WAY
 from .rank import counted
 
 _DEVICES = ("cpu", "cuda")
+_HIGHEST = "highest"  # float32 itself, which a fresh process has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Ambient:
         counting: the ranks are to count their collectives.
         deterministic: None, or whether torch's deterministic algorithms only warn where there is none. None leaves a
             rank as it is, since the program may have set it there with `mesh.run`.
+        precision: of products in float32 (`torch.set_float32_matmul_precision`); None as for `deterministic`.
     """
 
     grad: bool
@@ -50,6 +52,7 @@ class Ambient:
     dtype: torch.dtype
     counting: bool = False
     deterministic: bool | None = None
+    precision: str | None = None
 
 
 _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
@@ -63,12 +66,14 @@ def ambient() -> Ambient | None:
     deterministic = None
     if torch.are_deterministic_algorithms_enabled():
         deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
-    usual = grad and not autocast and anomaly is None and deterministic is None
+    precision = torch.get_float32_matmul_precision()
+    usual = grad and not autocast and anomaly is None and deterministic is None and precision == _HIGHEST
     if usual and dtype is _USUAL.dtype and not counting:
         return None
     cached = torch.is_autocast_cache_enabled()
     entered = tuple(Autocast(device, torch.get_autocast_dtype(device), cached) for device in autocast)
-    return Ambient(grad, entered, anomaly, dtype, counting, deterministic)
+    reduced = None if precision == _HIGHEST else precision
+    return Ambient(grad, entered, anomaly, dtype, counting, deterministic, reduced)
 
 
 def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
@@ -107,6 +112,9 @@ def _under(settings: Ambient) -> Iterator[None]:
             )
             stack.callback(torch.use_deterministic_algorithms, was, warn_only=warned)
             torch.use_deterministic_algorithms(True, warn_only=settings.deterministic)
+        if settings.precision is not None:
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision(settings.precision)
         if settings.dtype is not before:
             torch.set_default_dtype(settings.dtype)
             stack.callback(torch.set_default_dtype, before)

@@ -26,6 +26,7 @@ from ..kernels.torch_private import being_recorded, in_torch_func, run_as_writte
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
+from .torch_private import being_exported
 
 
 class _State:
@@ -161,7 +162,7 @@ def refuse_recording(what: str) -> None:
                 'have alike, as in if float(psum(x.sum(), "data")) > 0',
             )
         )
-    if being_recorded():
+    if being_exported() or being_recorded():
         raise SpecError(
             message(
                 f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "

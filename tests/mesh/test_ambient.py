@@ -12,31 +12,34 @@ from spmd import SpecError, data_parallel, spmd, value_and_grad
 
 
 def settings(x: torch.Tensor) -> tuple:
-    """What a step sees: of grad mode, anomaly detection, a product's dtype and a new tensor's, determinism."""
+    """What a step sees: of grad mode, anomaly detection, a product's dtype and a new tensor's, determinism, precision."""
     modes = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.get_deterministic_debug_mode()
-    return *modes, str((x @ x.T).dtype), str(torch.zeros(1).dtype)
+    return *modes, str((x @ x.T).dtype), str(torch.zeros(1).dtype), torch.get_float32_matmul_precision()
 
 
 def test_settings_around_a_call(shared_mesh: Any) -> None:
     mesh = shared_mesh({"data": 2})
     step = spmd(settings, mesh=mesh)
     x = torch.randn(3, 3)
-    usual = (True, False, 0, "torch.float32", "torch.float32")
+    usual = (True, False, 0, "torch.float32", "torch.float32", "highest")
     for _ in range(2):
         assert step(x) == usual
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert step(x) == settings(x) == (False, False, 0, "torch.bfloat16", "torch.float32")
+            assert step(x) == settings(x) == (False, False, 0, "torch.bfloat16", "torch.float32", "highest")
             assert mesh.run(settings, x) == [settings(x)] * 2
         with torch.autograd.set_detect_anomaly(True):
             assert step(x) == settings(x)
     torch.set_default_dtype(torch.float64)
     try:
-        assert step(x) == settings(x) == (True, False, 0, "torch.float32", "torch.float64")
+        assert step(x) == settings(x) == (True, False, 0, "torch.float32", "torch.float64", "highest")
+        torch.set_float32_matmul_precision("high")
+        assert step(x) == settings(x) and mesh.run(settings, x)[1][-1] == "high"
         for mode in (1, 2):
             torch.set_deterministic_debug_mode(mode)
             assert step(x) == settings(x) and mesh.run(settings, x)[1][2] == mode
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
         torch.set_deterministic_debug_mode(0)
     assert step(x) == usual
     mesh.run(torch.set_deterministic_debug_mode, 1)  # what ranks were told themselves holds, too
