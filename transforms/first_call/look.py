@@ -65,7 +65,8 @@ def look(
         return
     was_warned = False
     if not call.nested:
-        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        rows = batch[0].shape[0] if batch else 0
+        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
         if split and call.plan.samples:
             if out.count is None and call.plan.virtual is None:
                 _check_parts(call, args, kwargs, split)
@@ -113,7 +114,7 @@ def _code(function: Any) -> tuple[Any, ...]:
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
 
-def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
+def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
     """Refuse mistakes that the autograd graph shows; returns whether it warned of a mean with weights."""
     has_weights = False
     given = {id(argument.primal) for argument in call.arguments}
@@ -144,7 +145,7 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
                 )
             )
         if has_part and call.plan.samples and out.count is None:
-            has_weights = warn_of_weights(call.name, node) or has_weights
+            has_weights = warn_of_weights(call.name, node, rows) or has_weights
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
         if leaf is None or id(leaf) in given or not call.plan.samples:  # checked in train steps only
             continue
