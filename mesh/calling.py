@@ -162,7 +162,8 @@ def _signature(
         if isinstance(leaf, np.ndarray):
             leaf = leaves[index] = as_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
-            parts.append((tuple(leaf.shape), leaf.dtype))
+            has_shape = not leaf.is_nested or leaf.layout is not torch.strided  # else it is refused as an argument
+            parts.append((tuple(leaf.shape) if has_shape else None, leaf.dtype))
         elif kind is Ref:
             raise HasRefs
         else:

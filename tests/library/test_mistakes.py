@@ -185,6 +185,14 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
     "nested": (lambda m: put(nested(), mesh=m), "put can't be sent .*a nested tensor.*layout=torch.jagged"),
+    "nested argument": (
+        lambda m: spmd.spmd(lambda x: 0, mesh=m)({"x": nested()}),
+        r"argument 0\['x'\] of <lambda> can't be sent .*a nested tensor.*layout=torch.jagged",
+    ),
+    "nested batch": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)(nested()),
+        r"argument 0 of <lambda> can't be sent .*a nested tensor.*layout=torch.jagged",
+    ),
     "long doubles": (
         lambda m: put(np.ones(2, np.longdouble), mesh=m),
         r"torch has no dtype .*float128.*array.astype\(float\)",
