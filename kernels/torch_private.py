@@ -326,7 +326,7 @@ def compiler_listens() -> bool:
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
-def tree_nodes() -> Mapping[type, Any]:
+def tree_nodes() -> dict[type, Any]:
     """The classes that are registered with torch's pytrees, with `flatten_fn` and `unflatten_fn`. Public way: none."""
     return SUPPORTED_NODES
 
