@@ -192,10 +192,8 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
         remedy = "pass params of apply, params = functional(model), where a frozen model needs "
         remedy += "model.requires_grad_(True) before; or argnums= for what is to be trained"
         if not arguments:
-            remedy = (
-                "choose parameters by name, or by their module's own requires_grad: in params only frozen ones are "
-            )
-            remedy += "nn.Parameters, and requires_grad is False for all"
+            remedy = "choose parameters by name, or by their module's requires_grad: here it is False for all, and the "
+            remedy += "frozen ones are nn.Parameters"
         raise SpecError(
             message(
                 f"{name} is differentiated in a step by nothing that can be trained",
