@@ -228,6 +228,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)(nested()),
         r"argument 0 of <lambda> can't be sent .*a nested tensor.*layout=torch.jagged",
     ),
+    "sparse after dense": (
+        lambda m: [*map(spmd.spmd(rows, mesh=m, in_specs=P("data"), out_specs=P("data")), (X, X.to_sparse()))],
+        r"argument 0 of rows can't be cut .*sparse_coo",
+    ),
     "long doubles": (
         lambda m: put(np.ones(2, np.longdouble), mesh=m),
         r"torch has no dtype .*float128.*array.astype\(float\)",
