@@ -219,6 +219,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         "result .* can't be cut .*sparse_coo",
     ),
     "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
+    "a batch of numbers": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": [[0.0] * 4] * 50}),
+        r"no tensor to split .*got {.x.: .{280,300}\.\.\. \(200 leaves\)\)",
+    ),
     "nested": (lambda m: put(nested(), mesh=m), "put can't be sent .*a nested tensor.*layout=torch.jagged"),
     "nested argument": (
         lambda m: spmd.spmd(lambda x: 0, mesh=m)({"x": nested()}),
