@@ -22,7 +22,7 @@ from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
-from .given import warn_of_single_samples, warn_of_statistics
+from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
 from .samples import look_at_samples, nodes
 
@@ -71,6 +71,7 @@ def look(
             if out.count is None and call.plan.virtual is None:
                 _check_parts(call, args, kwargs, split)
             was_warned = warn_of_statistics(call, args, kwargs, out, min(split)) or was_warned
+            was_warned = was_warned or warn_of_chosen(call, args, kwargs, out)
     elif split and call.plan.samples:
         warn_of_single_samples(call, args, kwargs)
     if split and batch and batch[0].shape[0] and not communicates:
