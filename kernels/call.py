@@ -15,6 +15,7 @@ _EVEN = (
     ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
     "(Loader(drop_last=True), and a batch_size that is a multiple of the ranks)"
 )
+_MOVE = ("all_gather", "all_to_all")  # samples to other ranks, of which ranks may have unequal numbers
 
 
 class _Labels(threading.local):
@@ -84,7 +85,7 @@ def disagreement(ranks: Sequence[int], calls: dict[int, str]) -> CollectiveMisma
             f"ranks disagree on the next collective of group {tuple(ranks)}:{_by_rank(sides)}\n"
             "every rank of the group must make the same calls, in the same order, with the same shapes and dtypes, "
             "and dicts with the same keys in the same order"
-            + (_EVEN if all(text.startswith("all_gather ") for text in sides.values()) else "")
+            + (_EVEN if any(all(text.startswith(f"{name} ") for text in sides.values()) for name in _MOVE) else "")
         )
     )
 

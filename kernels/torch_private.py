@@ -326,10 +326,9 @@ def compiler_listens() -> bool:
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
-def tree_node_of(cls: type) -> tuple[Any, Any] | None:
-    """How torch's pytrees flatten and unflatten objects of a registered class. Public way: none to read this."""
-    node = SUPPORTED_NODES.get(cls)
-    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+def tree_nodes() -> dict[type, Any]:
+    """The classes that are registered with torch's pytrees, with `flatten_fn` and `unflatten_fn`. Public way: none."""
+    return SUPPORTED_NODES
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

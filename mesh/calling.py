@@ -162,13 +162,21 @@ def _signature(
         if isinstance(leaf, np.ndarray):
             leaf = leaves[index] = as_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
-            parts.append((tuple(leaf.shape), leaf.dtype))
+            parts.append(_form(leaf))
         elif kind is Ref:
             raise HasRefs
         else:
             parts.append((kind, _telling(leaf)))
     parts.append(None if deal is None else (deal.shards, deal.sizes))
     return tuple(parts), deal
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    """What decides whether a tensor may be an argument, and how it is cut; it is checked once for each of these."""
+    kind, layout = type(tensor), tensor.layout
+    # torch's older kind of nested tensors has no shape, and is refused.
+    shape = None if tensor.is_nested and layout is torch.strided else tuple(tensor.shape)
+    return shape, tensor.dtype, layout, tensor.is_meta, torch.Tensor if kind is torch.nn.Parameter else kind
 
 
 def _cuts(leaves: list[Any], plan: InputPlan) -> list[int]:

@@ -16,11 +16,23 @@ from typing import Any
 import optree
 import torch
 
-from ..kernels.torch_private import tree_node_of
+from ..kernels.torch_private import tree_nodes
 
 # Types that need no look: what is no container, and what optree knows by itself.
 leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), object}
 adopted: set[type] = set()  # the classes registered here
+torch_nodes = tree_nodes()
+_found_leaves: set[type] = set()  # of `leaf_types` those that may yet be registered with torch
+_counted = 0  # the classes that torch knew then
+
+
+def keep_up() -> None:
+    """Let what was a leaf become a container if its class has been registered with torch since."""
+    global _counted
+    if len(torch_nodes) != _counted:
+        _counted = len(torch_nodes)
+        leaf_types.difference_update(_found_leaves)
+        _found_leaves.clear()
 
 
 def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:
@@ -44,6 +56,7 @@ def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] |
         if way is None:
             if cls not in adopted and not _may_be_container(cls):
                 leaf_types.add(cls)
+                _found_leaves.add(cls)
             continue
         register(cls, *way, namespace=namespace)
         any_adopted = True
@@ -68,9 +81,9 @@ def _way(obj: Any) -> tuple[Callable, Callable] | None:
     if cls.__module__.partition(".")[0] == "spmd" or isinstance(obj, torch.Tensor | torch.nn.Module):
         return None
     way: tuple[Callable, Callable]
-    by_torch = tree_node_of(cls)
-    if by_torch is not None:  # its functions are sent along: torch may not know the class in another process
-        way = functools.partial(_by_torch, by_torch[0]), functools.partial(_made_by_torch, by_torch[1])
+    node = torch_nodes.get(cls)
+    if node is not None:  # its functions are sent along: torch may not know the class in another process
+        way = functools.partial(_by_torch, node.flatten_fn), functools.partial(_made_by_torch, node.unflatten_fn)
     elif issubclass(cls, collections.abc.Mapping):
         way = _items, functools.partial(_mapping, cls)
     elif dataclasses.is_dataclass(cls):

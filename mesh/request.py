@@ -127,6 +127,8 @@ class Request:
         for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([key]), strict=True)):
             if not is_batch or not isinstance(leaf, torch.Tensor | Array):
                 continue
+            if isinstance(leaf, torch.Tensor):
+                check_value(leaf, functools.partial(self.where, index), cut=True)
             shape = leaf.hint().shape if isinstance(leaf, Array) else leaf.shape
             if not shape:
                 raise SpecError(
@@ -135,8 +137,6 @@ class Request:
                         remedy="pass scalars in another argument",
                     )
                 )
-            if isinstance(leaf, torch.Tensor):
-                check_value(leaf, functools.partial(self.where, index), cut=True)
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
             if argument.shards is not None:

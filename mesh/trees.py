@@ -29,6 +29,7 @@ _insertion_order.__enter__()
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+    containers.keep_up()
     # Usually all types are known leaves, which this check finds out fast: a step flattens trees many times.
     while not containers.leaf_types.issuperset(builtins.map(type, leaves)) and containers.adopt(
         leaves, NAMESPACE, is_leaf
@@ -225,12 +226,13 @@ def _positions(above: optree.PyTreeSpec, below: optree.PyTreeSpec) -> tuple[int,
 
 
 def shown(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
-    """A tree's structure for a message, with a star for each leaf.
+    """A tree's structure for a message, with a star for each leaf; if that is long, its beginning.
 
     >>> shown({"w": (1, [2])})
     "{'w': (*, [*])}"
     """
-    return repr(map(lambda _: _Star(), tree, is_leaf=is_leaf))
+    text = repr(map(lambda _: _Star(), tree, is_leaf=is_leaf))
+    return text if len(text) <= 3 * _SHOWN else f"{text[: 3 * _SHOWN]}... ({len(leaves(tree, is_leaf))} leaves)"
 
 
 class _Star:

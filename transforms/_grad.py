@@ -184,20 +184,24 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
             message(
                 f"{name} is differentiated by an argument without tensors",
                 got=type(given[0]).__name__,
-                expected="tensors, in dicts, lists, tuples or dataclasses",
+                expected="tensors, in dicts, lists, tuples, dataclasses, or in classes known to torch.utils._pytree",
                 remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
                 "tensor; argnums= says which argument is meant",
             )
         )
     if plan.samples:
         frozen = sum(is_frozen(leaf) for leaf in given)
+        remedy = "pass params of apply, params = functional(model), where a frozen model needs "
+        remedy += "model.requires_grad_(True) before; or argnums= for what is to be trained"
+        if not arguments:
+            remedy = "choose parameters by name, or by their module's requires_grad: here it is False for all, and the "
+            remedy += "frozen ones are nn.Parameters"
         raise SpecError(
             message(
                 f"{name} is differentiated in a step by nothing that can be trained",
                 got=f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)",
-                expected="floating-point tensors that require gradients",
-                remedy="pass params of apply, params = functional(model), where a frozen model needs "
-                "model.requires_grad_(True) before; or argnums= for what is to be trained",
+                expected="floating-point tensors that are not frozen",
+                remedy=remedy,
             )
         )
 

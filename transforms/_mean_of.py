@@ -89,15 +89,21 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
 _CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 
-def warn_of_weights(name: str, node: Node) -> bool:
-    """Warn if a node is a cross entropy's mean over targets that do not all count the same; returns whether it is."""
+def warn_of_weights(name: str, node: Node, rows: int) -> bool:
+    """Warn if a node is a cross entropy's mean over targets that do not all count the same; returns whether it is.
+
+    Args:
+        rows: the number of samples; 0 if it is not known.
+    """
     if type(node).__name__ not in _CROSS_ENTROPIES or saved(node, "reduction") != 1:
         return False
     weights, targets = saved(node, "weight"), saved(node, "target")
     if is_fake(targets):
         return False
     if weights is None:
-        got = "ignored targets" if int(saved(node, "total_weight")) < targets.numel() else ""
+        index = int(saved(node, "ignore_index"))
+        ignored = targets == (index - (1 << 64) if index >> 63 else index)  # torch gives it without a sign
+        got = "ignored targets" if bool(ignored.any()) and not _is_shift(ignored, rows) else ""
     else:
         got = "class weights" if bool((weights != weights[0]).any()) else ""
     if got:
@@ -111,3 +117,13 @@ def warn_of_weights(name: str, node: Node) -> bool:
             )
         )
     return bool(got)
+
+
+def _is_shift(ignored: Tensor, rows: int) -> bool:
+    """Whether each sample leaves out one position, the same in all, as the last token has none that comes next.
+
+    More positions may be padding, of which other ranks' samples have more or fewer.
+    """
+    if not rows or int(ignored.sum()) != rows or ignored.numel() % rows:
+        return False
+    return bool(ignored.reshape(rows, -1).all(0).any())

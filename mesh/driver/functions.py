@@ -6,7 +6,9 @@ keeps its `Shipped` while it lives and does not change.
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
@@ -119,13 +121,21 @@ class ShippedObjects:
             shipped = self.ship(obj, function)
         except wire.Unsendable as error:
             part = snapshot.unpicklable_part(function, self._whole)
+            remedy = "pass what it needs as an argument, make it inside the function or in a module that it imports, "
+            remedy += "or keep it on a rank with mesh.remote"
+            name = getattr(function, "__qualname__", None)
+            if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+                name = name or f"an object of {type(function).__qualname__}"
+                remedy = (
+                    "make it in a method, when it is first needed, and leave it out in __getstate__; or make it in a "
+                )
+                remedy += "module that it imports"
             raise MeshError(
                 message(
-                    f"{getattr(function, '__qualname__', function)!s} cannot be sent to the ranks, "
+                    f"{name or function} cannot be sent to the ranks, "
                     f"because {part or f'it cannot be pickled: {error}'}",
                     where=self._session.describe(),
-                    remedy="pass what it needs as an argument, make it inside the function or in a module that it "
-                    "imports, or keep it on a rank with mesh.remote",
+                    remedy=remedy,
                 )
             ) from None
         if holder is not None:

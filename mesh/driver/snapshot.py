@@ -242,6 +242,8 @@ def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
             parts.extend((f"argument {index} of the partial", arg, "its ") for index, arg in enumerate(target.args))
             parts.extend((f"argument {name!r} of the partial", arg, "its ") for name, arg in target.keywords.items())
             target = target.func
+    if not hasattr(target, "__code__"):
+        parts.extend((f"its {name}", value, f"its {name}") for name, value in getattr(target, "__dict__", {}).items())
     for one in functions_of(target):
         used = [(f"{name!r}, used in {one.__qualname__}", value, name) for name, value in used_by(one).items()]
         used += [(f"a default argument of {one.__qualname__}", value, "its ") for value in one.__defaults__ or ()]

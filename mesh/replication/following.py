@@ -26,7 +26,7 @@ from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within
 from ..spec import Layout
 from .net import NOWHERE, RANDOM, Net, Varying, activate, active, joined, nbytes, numbers_in
-from .statistics import joins_samples, sample_of
+from .statistics import chooses, joins_samples, sample_of
 
 # Their results take an input's shape, and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -160,6 +160,10 @@ class _Join:
                         varying = varying._replace(statistic=f"{self._name} at {varying.line}")
                     else:
                         varying = varying._replace(row=sample_of(*self._call, net.samples, index))
+                    if chooses(*self._call):
+                        varying = varying._replace(chosen=f"{self._name} at {varying.line}")
+                    elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
+                        varying = varying._replace(chosen="")
                 if _key(tensor) in self._inputs:
                     net.view(tensor, varying, self._inputs[_key(tensor)])
                 else:

@@ -87,12 +87,14 @@ class Varying(NamedTuple):
         origins: axis -> the first cause: `argument batch['x']`.
         line: where the user's program last computed with it: `train.py:12`.
         statistic: the operation that computed it from several of this rank's samples, if any: `mean at train.py:12`.
+        chosen: the operation that chose it, or rows of it, by values, if any: `index at train.py:12`.
         row: which of this rank's samples it comes of, if it is known to be one.
     """
 
     origins: dict[str, str]
     line: str = ""
     statistic: str = ""
+    chosen: str = ""
     row: int | None = None
 
     @property
@@ -102,7 +104,7 @@ class Varying(NamedTuple):
     def without(self, axes: Iterable[str]) -> Varying:
         gone = set(axes)
         left = {name: why for name, why in self.origins.items() if name not in gone}
-        return self._replace(origins=left, statistic=self.statistic if len(left) == len(self.origins) else "")
+        return self._replace(origins=left) if len(left) == len(self.origins) else Varying(left, self.line, row=self.row)
 
 
 NOWHERE = Varying({})
@@ -112,12 +114,13 @@ RANDOM = "random numbers, which each rank draws for itself"  # an origin
 def joined(parts: Iterable[Varying]) -> Varying:
     """How something computed from several parts varies: along each axis that one of them varies along."""
     origins: dict[str, str] = {}
-    statistic, rows = "", set()
+    statistic, chosen, rows = "", "", set()
     for part in parts:
         if part.origins:
-            origins, statistic = {**part.origins, **origins}, statistic or part.statistic
+            origins, statistic, chosen = {**part.origins, **origins}, statistic or part.statistic, chosen or part.chosen
             rows.add(part.row)
-    return Varying(origins, user_line(), statistic, rows.pop() if len(rows) == 1 else None) if origins else NOWHERE
+    row = rows.pop() if len(rows) == 1 else None
+    return Varying(origins, user_line(), statistic, chosen, row) if origins else NOWHERE
 
 
 class Net:

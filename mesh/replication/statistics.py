@@ -1,4 +1,4 @@
-"""Which operations compute a statistic of all samples together: a mean, a deviation, the maximum, the sum.
+"""Which operations compute a statistic of all samples together, as a mean does, or choose some of them by their values.
 
 If a step computes one from its rank's samples, and passes it to the function that it differentiates, it is not the
 statistic of the whole batch. Invariant: a result with a row for each sample, computed from that sample alone, is none.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.torch_private import arguments, operation_name
@@ -16,6 +17,7 @@ _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "nor
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
 _REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
 _ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # along one dimension, which they keep
+_MASKS = (torch.bool, torch.uint8)
 
 
 def joins_samples(
@@ -43,6 +45,14 @@ def joins_samples(
         dim = args[at] if at < len(args) else kwargs.get("dim", -1)
         return index == 0 and dim % given.dim() == 0 and result.is_floating_point()
     return name in _REDUCTIONS and (not result.dim() or result.shape[0] != samples)
+
+
+def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether the values of its inputs say how many rows an operation's result has: `x[x > 0]`, `nonzero`, `unique`."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    masks = args[1] if operation_name(func)[0] == "index" else None  # indices, which may be of booleans or of numbers
+    return masks is None or any(isinstance(mask, Tensor) and mask.dtype in _MASKS for mask in masks)
 
 
 def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:

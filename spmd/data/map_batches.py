@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class MapBatches:
         **options: Any,
     ):
         tree = _tensors(dataset) if collate is None else None
-        length = len(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
+        length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
         self.sampler = Sampler(length, batch_size, **options)
         self.shards, self.steps = shards, len(self.sampler)
@@ -126,6 +126,33 @@ class _Feed(Feed):
         return (self._pending.popleft()() if self._pending else None), None
 
 
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError as error:  # a sparse matrix of SciPy, say
+        problem, remedy = "Loader got a dataset without a length", "give it a class with __len__ and __getitem__"
+        raise SpecError(message(problem, got=f"{type(dataset).__name__}: {error}", remedy=remedy)) from None
+
+
+def _instead_of(dataset: Any) -> str:
+    """What to give a Loader instead of what it can't read."""
+    if isinstance(dataset, torch.utils.data.DataLoader):
+        return "give it loader.dataset, or the step the batches of the DataLoader"
+    if isinstance(dataset, dict):
+        several = dataset and all(hasattr(one, "__getitem__") and _is_object(one) for one in dataset.values())
+        return "of several datasets give it one, " + f"dataset[{next(iter(dataset))!r}]" if several else ""
+    if isinstance(dataset, Iterable) and _is_object(dataset):
+        return (
+            "make a list of it, or read it forwards: Loader(Stream([0], open), batch_size), where open(shard) yields "
+            "samples (docs/data.md)"
+        )
+    return ""
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor | np.ndarray | str | bytes | dict | tuple | list)
+
+
 def _tensors(dataset: Any) -> Any:
     """The dataset as a tree of tensors with one length, or None if it is map-style."""
     if isinstance(dataset, IterableDataset):
@@ -144,7 +171,6 @@ def _tensors(dataset: Any) -> Any:
     if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
             return None
-        batched = isinstance(dataset, torch.utils.data.DataLoader)
         odd = [
             f", with a {type(leaf).__name__} at {path}"
             for path, leaf in zip(trees.paths(dataset), leaves, strict=True)
@@ -155,7 +181,7 @@ def _tensors(dataset: Any) -> Any:
                 "Loader got a dataset that it can't read",
                 got=type(dataset).__name__ + "".join(odd[:1]),
                 expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
-                remedy="give it loader.dataset, or the step the batches of the DataLoader" if batched else "",
+                remedy=_instead_of(dataset),
             )
         )
     for leaf in leaves:

@@ -50,6 +50,7 @@ class MapReader:
         shards: int | None,
         ahead: tuple[int, int, int] = (0, 0, 0),
     ):
+        self.__qualname__ = "the Loader's dataset"  # in messages
         self.data, self.map_style, self.collate = data, map_style, collate
         self.sampler, self.shards = sampler, shards
         self._ahead = ahead
@@ -124,7 +125,15 @@ class MapReader:
             for key, count in groups:
                 samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
                 seed("batch", self.sampler.seed, epoch, step, key)
-                made.append(collate(samples))
+                try:
+                    made.append(collate(samples))
+                except Exception as error:
+                    if self.collate is None and hasattr(error, "add_note"):
+                        error.add_note(
+                            f"[collating samples of the Loader's {type(self.data).__name__}: where they differ in "
+                            "size, or have more than numbers, give a collate_fn= that pads, for instance]"
+                        )
+                    raise
                 at += count
             batch = made[0] if len(made) == 1 else joined(made)
         self._empty = trees.map(without_samples, batch)

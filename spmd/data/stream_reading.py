@@ -58,6 +58,7 @@ class StreamReader:
         collate: Any,
         ahead: tuple[int, int, int],
     ):
+        self.__qualname__ = "the Loader's Stream"  # in messages
         self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
         self._ahead = ahead

@@ -264,11 +264,12 @@ def compiled_call() -> None:
     assert found.__name__ == "_call_impl"  # a bound method or, since torch 2.14, a copy of the function
 
 
-def tree_node_of() -> None:
-    apart, anew = torch_private.tree_node_of(list)
+def tree_nodes() -> None:
+    node = torch_private.tree_nodes()[list]
+    apart, anew = node.flatten_fn, node.unflatten_fn
     parts, context = apart([1, 2])
     assert anew(parts, context) == [1, 2]
-    assert torch_private.tree_node_of(Followed) is None
+    assert Followed not in torch_private.tree_nodes()
 
 
 def has_step_hooks() -> None:
@@ -326,7 +327,7 @@ PARTS: dict[Callable[[], None], str] = {
     being_recorded: "refusing collectives whose results would become constants of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",
-    tree_node_of: "batches and results in classes that are registered with torch's trees",
+    tree_nodes: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
     coo_parts: "what memory a sparse result shows",
     copy_each: "buckets and flat parameters of many leaves",

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import sys
 from collections import namedtuple
 
@@ -410,6 +411,14 @@ def test_a_dataset_that_raises_is_named_and_leaves_the_mesh_usable(shared_mesh, 
         assert "[reading sample 5 of the Loader's Squares]" in "".join(caught.value.__notes__)
     assert len(list(Loader(Squares(12), 4, mesh=mesh))) == 3
     assert loader.state_dict() in ({"epoch": 0, "step": len(seen)}, {"epoch": 0, "step": 1})
+
+
+def test_samples_of_several_sizes(shared_mesh):
+    loader = Loader([torch.ones(n) for n in (1, 1, 2, 2)], 4, shuffle=False, mesh=shared_mesh({"data": 2}))
+    with pytest.raises(RuntimeError, match="equal size") as caught:
+        next(iter(loader))
+    if sys.version_info >= (3, 11):
+        assert re.search(r"collating samples of the Loader's list.*give a collate_fn=", "".join(caught.value.__notes__))
 
 
 def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared_mesh):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch import nn
 
@@ -47,6 +49,22 @@ def yields(x: Any) -> Any:
 class Yields:
     def __call__(self, x: Any) -> Any:
         yield x
+
+
+class Locked:
+    """Neither a dataset nor a step that can be sent to a rank."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return X[index]
+
+    def __call__(self, x: Any) -> Any:
+        return x
 
 
 def rows(batch: Any) -> Any:
@@ -149,6 +167,23 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: [*Loader([{"ids": [1] * n} for n in (1, 2)], 2, mesh=m)],
         "dataset returned different trees .*have collate_fn pad",
     ),
+    "an iterator as a dataset": (lambda m: Loader(iter([X]), 2, mesh=m), r"can't read .*make a list of it.*Stream\("),
+    "several datasets": (
+        lambda m: Loader({"train": Locked(), "test": Locked()}, 2, mesh=m),
+        r"can't read .*of several datasets give it one, dataset\['train'\]",
+    ),
+    "a dataset without a length": (
+        lambda m: Loader(scipy.sparse.eye_array(4, format="csr"), 2, mesh=m),
+        r"without a length .*csr_array: .*ambiguous.*__len__ and __getitem__",
+    ),
+    "a dataset that can't be sent": (
+        lambda m: [*Loader(Locked(), 2, mesh=m)],
+        r"the Loader's dataset cannot be sent .*which is its data\.lock .*in a method",
+    ),
+    "an object that can't be sent": (
+        lambda m: spmd.spmd(Locked(), mesh=m)(X),
+        r"an object of Locked cannot be sent .*because its lock \(lock\).*in a method",
+    ),
     "mesh of restore": (lambda m: restore("nowhere", mesh=2), "this is no mesh .*mesh=2"),
     "check nothing": (lambda m: spmd.check(None, {"data": 2}), "check takes a function .*NoneType"),
     "state_dict": (lambda m: functional(nn.Linear(1, 1))[0].params(None), "apply.params got no state_dict .*NoneType"),
@@ -184,7 +219,23 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         "result .* can't be cut .*sparse_coo",
     ),
     "sparse data": (lambda m: Loader(X.to_sparse(), 2, mesh=m), "a Loader's dataset can't be cut .*sparse_coo"),
+    "a batch of numbers": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)({"x": [[0.0] * 4] * 50}),
+        r"no tensor to split .*got {.x.: .{280,300}\.\.\. \(200 leaves\)\)",
+    ),
     "nested": (lambda m: put(nested(), mesh=m), "put can't be sent .*a nested tensor.*layout=torch.jagged"),
+    "nested argument": (
+        lambda m: spmd.spmd(lambda x: 0, mesh=m)({"x": nested()}),
+        r"argument 0\['x'\] of <lambda> can't be sent .*a nested tensor.*layout=torch.jagged",
+    ),
+    "nested batch": (
+        lambda m: spmd.spmd(data_parallel(lambda batch: 0), mesh=m)(nested()),
+        r"argument 0 of <lambda> can't be sent .*a nested tensor.*layout=torch.jagged",
+    ),
+    "sparse after dense": (
+        lambda m: [*map(spmd.spmd(rows, mesh=m, in_specs=P("data"), out_specs=P("data")), (X, X.to_sparse()))],
+        r"argument 0 of rows can't be cut .*sparse_coo",
+    ),
     "long doubles": (
         lambda m: put(np.ones(2, np.longdouble), mesh=m),
         r"torch has no dtype .*float128.*array.astype\(float\)",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from patience import HANGS
 
-from spmd import data_parallel, spmd, value_and_grad
+from spmd import SpecError, data_parallel, spmd, value_and_grad
 from spmd.mesh import trees
 
 
@@ -201,3 +201,23 @@ def test_a_batch_of_any_container_is_split(shared_mesh, make):
     gradient, loss = torch.func.grad_and_value(lambda w: ((x @ w - y) ** 2).mean())(w)
     torch.testing.assert_close(of(found, "x").full(), gradient)
     torch.testing.assert_close(of(found, "y").full(), loss)
+
+
+def test_a_class_that_is_registered_after_it_was_refused(shared_mesh):
+    """In the next cell of a notebook, say."""
+
+    class Late(Registered):
+        pass
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(lambda params: (batch @ params.x - params.y).square().mean())(params)
+
+    w, x = torch.randn(3), torch.randn(6, 3)
+    with pytest.raises(SpecError, match=r"without tensors.*dataclasses, or in classes known to torch.utils._pytree"):
+        step(Late(w, w[0]), x)
+    torch.utils._pytree.register_pytree_node(Late, lambda it: ([it.x, it.y], None), lambda parts, _: Late(*parts))
+    _, gradients = step(Late(w, w[0]), x)
+    wanted = torch.func.grad(lambda w, b: (x @ w - b).square().mean(), (0, 1))(w, w[0])
+    torch.testing.assert_close((gradients.x.full(), gradients.y.full()), wanted)

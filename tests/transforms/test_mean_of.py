@@ -91,6 +91,40 @@ def test_means_over_something_else_give_a_warning(shared_mesh: Callable[..., Mes
             call(given, **options)
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+@pytest.mark.parametrize("samples", [2, 8])
+def test_targets_shifted_by_one(shared_mesh: Callable[..., Mesh], shards: int | None, samples: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (samples, 5), generator=generator)
+    batch = {"x": torch.randn(samples, 5, 3, generator=generator), "y": F.pad(tokens, (0, 1), value=PAD)[:, 1:]}
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel(shards=shards)
+    def step(w, batch):
+        return value_and_grad(lambda w, b: F.cross_entropy((b["x"] @ w.t()).transpose(1, 2), b["y"]))(w, batch)
+
+    def flat(w, b):
+        return F.cross_entropy((b["x"] @ w.t()).flatten(0, 1), b["y"].flatten())
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel(shards=shards)
+    def flat_step(w, batch):
+        return value_and_grad(flat)(w, batch)
+
+    value, gradient = expected(weights(), batch)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for one in step, flat_step:
+            got = one(weights(), batch)
+            torch.testing.assert_close((got[0].full(), got[1].full()), (value, gradient))
+    assert not found
+    batch["y"][:, -2] = PAD  # padding, of which another rank's samples may have less
+    with pytest.warns(UserWarning, match=r"not that of the whole batch \(got ignored targets\)"):
+        spmd(data_parallel(lambda w, batch: grad(flat)(w, batch), shards=shards), mesh=shared_mesh({"data": 2}))(
+            weights(), batch
+        ).full()
+
+
 def test_same_bits_at_any_number_of_ranks(shared_mesh: Callable[..., Mesh]) -> None:
     found = set()
     for ranks in (1, 2, 3):

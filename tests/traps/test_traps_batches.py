@@ -22,6 +22,7 @@ from spmd import (
     functional,
     mean_of,
     pmean,
+    ppermute,
     put,
     spmd,
     value_and_grad,
@@ -197,6 +198,14 @@ def test_gathering_an_uneven_batch(make_mesh: Callable[..., Mesh]) -> None:
 
     with pytest.raises(CollectiveMismatch, match=r"(?s)all_gather.*pad them to the longest.*drop_last=True"):
         step(W, X[:7])
+
+    @spmd(mesh=make_mesh({"data": 2}))
+    @data_parallel
+    def ring(batch):
+        return pmean((batch @ ppermute(batch, "data", [(0, 1), (1, 0)]).T).mean(), "data")
+
+    with pytest.raises(CollectiveMismatch, match=r"(?s)as ppermute.*pad them to the longest.*drop_last=True"):
+        ring(X[:7])
 
 
 @pytest.mark.parametrize("entries", [["a", "b", "c", "d"], [1, 2, 3, 4]])

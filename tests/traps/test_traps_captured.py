@@ -400,6 +400,9 @@ def test_all_leaves_are_frozen(mesh: Mesh, shards: int | None) -> None:
 
     with pytest.raises(SpecError, match=r"nothing that can be trained.*got 2 leaves, of which 2 are frozen.*requires"):
         step(params, X)
+    _, params = functional(linear())
+    with pytest.raises(SpecError, match=r"nothing that can be trained.*got 0 leaves.*choose parameters by name"):
+        step({name: value for name, value in params.items() if value.requires_grad}, X)
 
 
 @pytest.mark.parametrize("shards", [None, 2, 3])

@@ -179,6 +179,73 @@ def test_what_is_none(mesh: Mesh, step: Callable) -> None:
     assert warned(mesh, step) == []
 
 
+# -- some of the samples -----------------------------------------------------------------------------------------------
+
+
+def mean_loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+    return losses(p, x, y).mean()
+
+
+def masked(p: Any, b: Any) -> Any:
+    keep = b["y"] != 0
+    return value_and_grad(mean_loss)(p, b["x"][keep], b["y"][keep])
+
+
+def by_nonzero(p: Any, b: Any) -> Any:
+    keep = b["mask"].nonzero().squeeze(1)
+    return value_and_grad(lambda p: mean_loss(p, 2 * b["x"].index_select(0, keep), b["y"][keep]))(p)
+
+
+def repeated(p: Any, b: Any) -> Any:
+    return value_and_grad(mean_loss)(p, *(each.repeat_interleave(b["y"], 0) for each in (b["x"], b["y"])))
+
+
+@pytest.mark.parametrize(("step", "by"), [(masked, "index"), (by_nonzero, "nonzero"), (repeated, "repeat_interleave")])
+def test_samples_chosen_by_their_values(mesh: Mesh, step: Callable, by: str) -> None:
+    (text,) = warned(mesh, step)
+    assert " is not a mean over samples of the whole batch: it is one over those that the step chose" in text
+    assert (
+        f"for 10 samples, which comes of {by} at test_traps_statistics.py:" in text
+        and "mean_of(losses.sum(), len(los" in text
+    )
+
+
+def counted(p: Any, b: Any) -> Any:
+    keep = b["y"] != 0
+
+    def loss_fn(p: Any, x: Tensor, y: Tensor) -> Any:
+        return mean_of(losses(p, x, y).sum(), len(y))
+
+    return value_and_grad(loss_fn)(p, b["x"][keep], b["y"][keep])
+
+
+def filled_in(p: Any, b: Any) -> Any:
+    """As edges of graphs, and rows that are put back."""
+    x, keep = b["x"].clone(), b["y"] != 0
+    x[keep] = 2 * b["x"][keep]
+    return value_and_grad(lambda p, x, y: mean_loss(p, x.index_add(0, keep.nonzero()[:, 0], x[keep]), y))(p, x, b["y"])
+
+
+def summed_by_sample(p: Any, b: Any) -> Any:
+    """As messages along edges."""
+    rows, columns = (b["x"] > 0).nonzero().T
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return torch.zeros(len(x)).index_add(0, rows, (x @ p["w"])[rows, columns % 3]).square().mean()
+
+    return value_and_grad(loss_fn)(p, b["x"])
+
+
+def of_all(p: Any, b: Any) -> Any:
+    x, y = all_gather((b["x"], b["y"]), "data", tiled=True)
+    return value_and_grad(mean_loss)(p, x[y != 0], y[y != 0])
+
+
+@pytest.mark.parametrize("step", [counted, filled_in, summed_by_sample, of_all])
+def test_samples_chosen_in_another_way(mesh: Mesh, step: Callable) -> None:
+    assert warned(mesh, step) == []
+
+
 # -- tasks of MAML, one by one -----------------------------------------------------------------------------------------
 
 

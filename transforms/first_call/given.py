@@ -1,4 +1,4 @@
-"""Two kinds of arguments that make a mean over samples wrong: statistics of one rank's samples, and single samples.
+"""Arguments that make a mean over samples wrong: statistics of one rank's samples, some of these, and single ones.
 
 A function may be a mean over samples and still be given advantages that the step normalised over this rank's samples,
 or the share of a class among them: values that are not those of the whole batch. And an inner gradient for one sample
@@ -47,6 +47,30 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
             )
         )
         return True
+    return False
+
+
+def warn_of_chosen(call: Call, args: Any, kwargs: Any, out: Output) -> bool:
+    """Warn of a mean over samples that the step chose by their values; returns whether it warned.
+
+    Ranks have other numbers of these, and are weighted by how many samples they had before.
+    """
+    net = active()
+    if net is None or call.region is None or call.region.session.rank != 0 or out.count is not None:
+        return False
+    chosen = net.of(out.value).chosen
+    for leaf in given_to(call.function, args, kwargs) if chosen else ():
+        if isinstance(leaf, Tensor) and net.of(leaf).chosen == chosen:
+            warn(
+                message(
+                    f"{call.name} is not a mean over samples of the whole batch: it is one over those that the step "
+                    "chose by their values, and each rank is weighted by how many samples it had before",
+                    got=f"a tensor of shape {list(leaf.shape)} for {net.samples} samples, which comes of {chosen}",
+                    remedy="return mean_of(total, count), mean_of(losses.sum(), len(losses)) for instance "
+                    '(docs/losses.md); or warnings.filterwarnings("ignore", ".*is not a mean over samples")',
+                )
+            )
+            return True
     return False
 
 

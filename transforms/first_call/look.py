@@ -22,7 +22,7 @@ from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
-from .given import warn_of_single_samples, warn_of_statistics
+from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
 from .samples import look_at_samples, nodes
 
@@ -65,11 +65,13 @@ def look(
         return
     was_warned = False
     if not call.nested:
-        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None)
+        rows = batch[0].shape[0] if batch else 0
+        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
         if split and call.plan.samples:
             if out.count is None and call.plan.virtual is None:
                 _check_parts(call, args, kwargs, split)
             was_warned = warn_of_statistics(call, args, kwargs, out, min(split)) or was_warned
+            was_warned = was_warned or warn_of_chosen(call, args, kwargs, out)
     elif split and call.plan.samples:
         warn_of_single_samples(call, args, kwargs)
     if split and batch and batch[0].shape[0] and not communicates:
@@ -113,7 +115,7 @@ def _code(function: Any) -> tuple[Any, ...]:
 # -- the tape ----------------------------------------------------------------------------------------------------------
 
 
-def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
+def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
     """Refuse mistakes that the autograd graph shows; returns whether it warned of a mean with weights."""
     has_weights = False
     given = {id(argument.primal) for argument in call.arguments}
@@ -144,7 +146,7 @@ def _look_at_tape(call: Call, out: Output, has_part: bool) -> bool:
                 )
             )
         if has_part and call.plan.samples and out.count is None:
-            has_weights = warn_of_weights(call.name, node) or has_weights
+            has_weights = warn_of_weights(call.name, node, rows) or has_weights
         leaf = getattr(node, "variable", None) if name == "AccumulateGrad" else None
         if leaf is None or id(leaf) in given or not call.plan.samples:  # checked in train steps only
             continue
