@@ -158,6 +158,23 @@ def _distance(failure: Failure, causes: dict[int, Failure]) -> int:
     return 2 if failure.type_name == PeerLost.__qualname__ else 0
 
 
+_NOTES = (  # on errors of torch's: a part of the type's name, a part of the text, and what to write instead
+    (
+        "Dynamo",
+        "module '__main__' has no attribute",
+        "[torch looks in the rank's own __main__ for globals of functions that it compiles within others, as those of "
+        "torch.cond and scan, and the script's are not there: give such a function what it needs as arguments or local "
+        "variables, or define it in a module of its own (docs/compile.md)]",
+    ),
+    (
+        "ValueError",
+        "Default process group has not been initialized",
+        '[in a step write psum(x, "data") for torch.distributed.all_reduce, and all_gather, ppermute and others; code '
+        'that is written for torch.distributed runs in mesh.run, after init_process_group("spmd")]',
+    ),
+)
+
+
 def combine(
     failures: dict[int, Failure],
     lost: dict[int, str],
@@ -223,14 +240,7 @@ def combine(
         error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
     elif hasattr(error, "add_note"):
         error.add_note(f"[raised on {who} of {mesh}]")
-    if (
-        hasattr(error, "add_note")
-        and "Dynamo" in first.type_name
-        and "module '__main__' has no attribute" in first.text
-    ):
-        error.add_note(
-            "[torch looks in the rank's own __main__ for globals of functions that it compiles within others, as those "
-            "of torch.cond and scan, and the script's are not there: give such a function what it needs as arguments "
-            "or local variables, or define it in a module of its own (docs/compile.md)]"
-        )
+    for kind, text, note in _NOTES:
+        if kind in first.type_name and text in first.text and hasattr(error, "add_note"):
+            error.add_note(note)
     return shorten(error)

@@ -54,6 +54,14 @@ def number_or_tensor(leaf: Any) -> torch.Tensor:
     return leaf if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf, device="cpu")
 
 
+def check_specs(specs: Any, problem: str, expected: str) -> None:
+    """Refuse a tree of specs in which there is something else than a P or None."""
+    for one in trees.leaves(specs, is_leaf=is_spec):
+        if one is not None and not isinstance(one, P):
+            remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
+            raise SpecError(message(problem, got=repr(one), expected=expected, remedy=remedy))
+
+
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
     """One spec (or None) for every leaf of a tree, from a prefix tree of specs."""
     try:
@@ -89,11 +97,7 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
         SpecError: a spec does not fit the mesh, a dimension is not divisible, or launched ranks give different values
             (each has to give the same whole value).
     """
-    for one in trees.leaves(spec, is_leaf=is_spec):
-        if one is not None and not isinstance(one, P):
-            remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
-            problem = "the specs given to put are not all specs"
-            raise SpecError(message(problem, got=repr(one), expected="P(...)", remedy=remedy))
+    check_specs(spec, "the specs given to put are not all specs", "P(...)")
     return put_on(resolve(mesh), tree, spec, compared=True)
 
 

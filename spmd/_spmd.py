@@ -18,7 +18,7 @@ from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
 from .mesh.program import Program
-from .mesh.put import specs_for
+from .mesh.put import check_specs, specs_for
 from .mesh.region import Region, current
 from .mesh.remote.regions import on_ranks
 from .mesh.replication.values import Check
@@ -97,13 +97,7 @@ class Spmd(Transformable):
         if check not in CHECKS:
             raise SpecError(message("spmd got a bad check", got=repr(check), expected=f"one of {CHECKS}"))
         for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
-            for leaf in trees.leaves(specs, is_leaf=is_spec):
-                if leaf is not None and not isinstance(leaf, P):
-                    raise SpecError(
-                        message(
-                            f"spmd got bad {what} for {self._name}", got=repr(leaf), expected="P(...) or None as leaves"
-                        )
-                    )
+            check_specs(specs, f"spmd got bad {what} for {self._name}", "P(...) or None as leaves")
         self._parallel = parallel_step(f)
         self.program = Program(f, out_specs, self._name)
 

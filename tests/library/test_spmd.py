@@ -123,7 +123,7 @@ def test_what_specs_are_refused(mesh, square):
     def f(x, y=None):
         return x
 
-    fails(["spmd got bad in_specs for f", "got 'data'", "P(...) or None as leaves"], spmd, f, in_specs="data")
+    fails(["spmd got bad in_specs for f", "got 'data'", "P(...) or None", "write P('data')"], spmd, f, in_specs="data")
     fails(["spmd got bad out_specs for f", "got 3"], spmd, f, out_specs={"a": 3})
     fails(["spmd got a bad check", "'sometimes'", "('first', 'always', 'never')"], spmd, f, check="sometimes")
     fails(["spmd got a bad donate for f", "got 'z'", "one of (x, y)"], spmd, f, donate="z")

@@ -12,9 +12,10 @@ from spmd import SpecError, data_parallel, spmd, value_and_grad
 
 
 def settings(x: torch.Tensor) -> tuple:
-    """What a step sees: of grad mode, anomaly detection, a product's dtype and a new tensor's, determinism, precision."""
+    """What a step sees: grad mode, anomaly detection, dtypes of a product and a new tensor, determinism, precision."""
     modes = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.get_deterministic_debug_mode()
-    return *modes, str((x @ x.T).dtype), str(torch.zeros(1).dtype), torch.get_float32_matmul_precision()
+    dtypes = str((x @ x.T).dtype), str(torch.zeros(1).dtype)
+    return *modes, *dtypes, torch.get_float32_matmul_precision()
 
 
 def test_settings_around_a_call(shared_mesh: Any) -> None:

@@ -306,6 +306,14 @@ def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
     assert "other ranks failed in another way, see above" in info.value.__notes__[0]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_torchs_collectives_in_a_step_say_what_to_write(shared_mesh):
+    step = spmd(lambda x: torch.distributed.all_reduce(x.clone()), mesh=shared_mesh({"data": 2}))
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        step(torch.ones(2))
+    assert 'psum(x, "data") for torch.distributed.all_reduce' in caught.value.__notes__[-1]
+
+
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
