@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .callsite import shows_only_users
 from .errors import MeshError, SpecError, message
 from .flat import repeats
 
@@ -286,7 +287,7 @@ def names_checked(f: F) -> F:
     spmd.kernels.arguments._UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
     """
     if isinstance(f, type):
-        f.__init__ = _checked(f.__init__, f.__name__)  # type: ignore[misc]
+        f.__init__ = shows_only_users(_checked(f.__init__, f.__name__))  # type: ignore[misc]
         return f
     return _checked(f, f.__name__)  # type: ignore[return-value]
 
