@@ -7,6 +7,7 @@ between two calls an engine holds no tensor of the caller's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import numbers
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from ..kernels.errors import SpecError, SpmdError, message
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
 from .hyper import is_numeric, lent, mentions, refuse_unknown, written
-from .leaves import REFUSED, Leaf, State
+from .leaves import REFUSED, Leaf, State, refuse_leaf
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
 # from arbitrary momentum).
@@ -67,7 +68,11 @@ class Engine:
         if not leaves:
             return []
         params = [leaf.param.detach() for leaf in leaves]
-        instance = self._construct(params)
+        try:
+            instance = self._construct(params)
+        except SpecError:
+            refuse_leaf(self.cls.__name__, functools.partial(self._light, **self.options), leaves)
+            raise
         return [dict(instance.state.get(param, {})) for param in params]
 
     def update(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -91,6 +91,21 @@ def refuse_cut(cls: type, reason: str, params: Iterable[tuple[str, Tensor]]) -> 
                     "element alike, such as AdamW",
                 )
             )
+
+
+def refuse_leaf(cls: str, make: Callable[[list[Tensor]], Any], leaves: Sequence[Leaf]) -> None:
+    """Name the parameter that a class does not take, if it takes any: Muon, say, has matrices alone.
+
+    Args:
+        make: makes an optimizer of the class for some parameters.
+    """
+    for leaf in leaves:
+        try:
+            make([leaf.param.detach()])
+        except (ValueError, TypeError, RuntimeError) as error:
+            problem = f"{cls} does not take params{leaf.path}: {error}"
+            remedy = "step the parameters that it takes, in a dict of their own, and the others by another optimizer"
+            raise SpecError(message(problem, got=f"{list(leaf.param.shape)}", remedy=remedy)) from error
 
 
 def refuse_torchs(leaves: Sequence[Leaf], state: Mapping[Any, State]) -> None:
