@@ -273,7 +273,7 @@ _STANDS = {  # by the function, and the name that others give it
 }
 
 
-class _UnknownArgument(SpecError, TypeError):
+class UnknownArgument(SpecError, TypeError):
     """A call with an argument that the function does not have; a TypeError, as Python's own."""
 
 
@@ -284,7 +284,7 @@ def names_checked(f: F) -> F:
     ... def psum(x, axis): ...
     >>> psum(1, axis_name="data")
     Traceback (most recent call last):
-    spmd.kernels.arguments._UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
+    spmd.kernels.arguments.UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
     """
     if isinstance(f, type):
         f.__init__ = shows_only_users(_checked(f.__init__, f.__name__))  # type: ignore[misc]
@@ -304,7 +304,7 @@ def _checked(f: Callable, called: str) -> Callable:
                 if name in theirs and position.get(name, -1) < len(args):
                     got = repr(kwargs[name])
                     problem = f"{called} has no argument {name}" if name not in position else f"{called} got axis twice"
-                    raise _UnknownArgument(message(problem, got=got[:60], remedy=theirs[name]))
+                    raise UnknownArgument(message(problem, got=got[:60], remedy=theirs[name]))
         return f(*args, **kwargs)
 
     return checking

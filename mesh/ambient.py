@@ -66,14 +66,22 @@ def ambient() -> Ambient | None:
     deterministic = None
     if torch.are_deterministic_algorithms_enabled():
         deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
-    usual = grad and not autocast and anomaly is None and deterministic is None and precision == _HIGHEST
+    precision = _reduced_precision()
+    usual = grad and not autocast and anomaly is None and deterministic is None and precision is None
     if usual and dtype is _USUAL.dtype and not counting:
         return None
     cached = torch.is_autocast_cache_enabled()
     entered = tuple(Autocast(device, torch.get_autocast_dtype(device), cached) for device in autocast)
-    reduced = None if precision == _HIGHEST else precision
-    return Ambient(grad, entered, anomaly, dtype, counting, deterministic, reduced)
+    return Ambient(grad, entered, anomaly, dtype, counting, deterministic, precision)
+
+
+def _reduced_precision() -> str | None:
+    """That of products in float32; None if it is float32's own, or was set for single backends in `torch.backends`."""
+    try:
+        found = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's, where both ways of setting it were used
+        return None
+    return None if found == _HIGHEST else found
 
 
 def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
@@ -113,7 +121,7 @@ def _under(settings: Ambient) -> Iterator[None]:
             stack.callback(torch.use_deterministic_algorithms, was, warn_only=warned)
             torch.use_deterministic_algorithms(True, warn_only=settings.deterministic)
         if settings.precision is not None:
-            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            stack.callback(torch.set_float32_matmul_precision, _reduced_precision() or _HIGHEST)
             torch.set_float32_matmul_precision(settings.precision)
         if settings.dtype is not before:
             torch.set_default_dtype(settings.dtype)

@@ -91,7 +91,9 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     common_length({**cut, **whole}, called, name)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
-        known = region.batch.total if region.batch.axis == axis else None
+        # A leaf that is cut over other axes as well has fewer samples along this one.
+        along = {name for i in cut for name in getattr(leaves[i], "_spmd_spec", REPLICATED).dim_axes(0)}
+        known = region.batch.total if region.batch.axis == axis and along <= {axis} else None
         total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)

@@ -82,6 +82,8 @@ def data_parallel(
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         expected = "the name of a mesh axis, or a tuple of them"
         raise SpecError(message("data_parallel got a bad axis", got=repr(axis), expected=expected))
+    if len(set(names)) < len(names):
+        raise SpecError(message("data_parallel got an axis twice", got=repr(axis)))
     if len(names) > 1 and shards is not None:
         problem = f"data_parallel(shards={shards}) cuts a batch over one axis only"
         remedy = f"axis={names[0]!r}: ranks along other axes then compute the same"
@@ -157,11 +159,11 @@ class DataParallel(Transformable):
             kwargs[key] = part.tree
         else:
             args = (*args[:key], part.tree, *args[key + 1 :])
-        sizes = region.session.layout.axes
+        sizes, samples = region.session.layout.axes, around.splitting(argument.axis, part.here, part.total)
         _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
         if around.samples:
-            _check_equal(around.splitting(argument.axis, part.here, part.total), part, sizes, self._name)
-        plan = self._plan.of_batch(around.splitting(argument.axis, part.here, part.total), part.virtual, part.leaves)
+            _check_equal(samples, part, sizes, self._name)
+        plan = self._plan.of_batch(samples, part.virtual, part.leaves)
         net = active()
         if net is not None:
             net.samples = part.here

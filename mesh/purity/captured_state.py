@@ -240,8 +240,9 @@ def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
 def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _Look:
     """Finds a number, a text or a tensor of a module that has another value now, if this is no cache or activation.
 
-    A cache is a tensor of another shape, or the first one; numbers that are set with it are among its sizes. What
-    `forward` leaves for its caller, such as a loss, has a gradient, or takes a number's place.
+    A cache is a tensor of another shape, or the first one. What `forward` leaves for its caller, such as a loss, has a
+    gradient, or takes a number's place. Of whole numbers only those count that have gone up by one, as what counts
+    does: others are sizes, of a cache or of what the module was given.
     """
     buffers = torch_private.buffers(module)
 
@@ -257,8 +258,6 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
 
     def look() -> _Change | None:
         now = attributes()
-        cached = [x for key, x in now.items() if isinstance(x, Tensor) and shape(x) != shape(before.get(key))]
-        sizes = {size for tensor in cached for size in tensor.shape}
         for key in compared:
             old, new = before[key], now.get(key)
             if new is old and isinstance(old, Tensor):
@@ -266,7 +265,8 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
             elif isinstance(old, Tensor):
                 changed = isinstance(new, Tensor) and shape(new) == shape(old) and not new.requires_grad
             else:
-                changed = _is_other(old, new) and not isinstance(new, Tensor) and new not in sizes
+                is_size = isinstance(old, int) and isinstance(new, int) and new != old + 1
+                changed = _is_other(old, new) and isinstance(new, (*SCALARS, np.generic)) and not is_size
             if changed:
                 return f"another {name}.{key}", _OF_MODULE
         return None

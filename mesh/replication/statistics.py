@@ -51,8 +51,10 @@ def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the values of its inputs say how many rows an operation's result has: `x[x > 0]`, `nonzero`, `unique`."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    masks = args[1] if operation_name(func)[0] == "index" else None  # indices, which may be of booleans or of numbers
-    return masks is None or any(isinstance(mask, Tensor) and mask.dtype in _MASKS for mask in masks)
+    if operation_name(func)[0] != "index":
+        return True
+    first = args[1][0]  # the index of the samples' dimension, which may be of booleans or of numbers
+    return isinstance(first, Tensor) and first.dtype in _MASKS
 
 
 def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:

@@ -140,7 +140,7 @@ def _instead_of(dataset: Any) -> str:
         return "give it loader.dataset, or the step the batches of the DataLoader"
     if isinstance(dataset, dict):
         several = dataset and all(hasattr(one, "__getitem__") and _is_object(one) for one in dataset.values())
-        return "of several datasets give it one, " + f"dataset[{next(iter(dataset))!r}]" if several else ""
+        return f"of several datasets give it one, dataset[{next(iter(dataset))!r}]" if several else ""
     if isinstance(dataset, Iterable) and _is_object(dataset):
         return (
             "make a list of it, or read it forwards: Loader(Stream([0], open), batch_size), where open(shard) yields "

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..kernels.errors import SpecError, message
 
-_ANY = {"batch_size", "drop_last", "shards"}  # may differ: the order of the samples stays the same
+# These may differ: the order of the samples stays the same. A Stream compares its count with the state itself.
+_ANY = {"batch_size", "drop_last", "shards", "count"}
 
 
 def step_here(step: int, before: Mapping[str, Any], now: Mapping[str, Any], epoch: int) -> int:
@@ -46,7 +47,7 @@ def step_here(step: int, before: Mapping[str, Any], now: Mapping[str, Any], epoc
                 "a Loader can't go on within one of its batches, where another one of another batch_size stopped",
                 got=f"{done} samples of the epoch read, batch_size={size}",
                 remedy=f"keep batch_size={before['batch_size']} until the epoch ends; or repeat some samples, "
-                f"load_state_dict({here}); or begin the next epoch, {again}",
+                f"load_state_dict({here}); or begin the next epoch, load_state_dict({again})",
             )
         )
     return int(done // size)

@@ -38,7 +38,15 @@ def test_settings_around_a_call(shared_mesh: Any) -> None:
         for mode in (1, 2):
             torch.set_deterministic_debug_mode(mode)
             assert step(x) == settings(x) and mesh.run(settings, x)[1][2] == mode
+        if hasattr(torch.backends, "fp32_precision"):  # the newer way, beside which the older can't be asked
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            with pytest.raises(RuntimeError):
+                torch.get_float32_matmul_precision()
+            assert spmd(torch.is_grad_enabled, mesh=mesh)()
     finally:
+        if hasattr(torch.backends, "fp32_precision"):
+            torch.backends.cuda.matmul.fp32_precision = "none"
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.set_deterministic_debug_mode(0)

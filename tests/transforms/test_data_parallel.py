@@ -182,7 +182,8 @@ def test_a_batch_over_two_axes(shared_mesh, backend):
     nested = data_parallel(data_parallel(step, axis="model"), axis="data")
     for split in (data_parallel(step, axis=over), data_parallel(axis=[*over])(step), nested):
         run = spmd(split, mesh=mesh)
-        for given in (x, put(x, P("data"), mesh=mesh), next(iter(Loader(x, 8, mesh=mesh)))):
+        cut = [put(x, spec, mesh=mesh) for spec in (P("data"), P(over), P(("model", "data")))]
+        for given in (x, *cut, next(iter(Loader(x, 8, mesh=mesh)))):
             for found, expected in zip(run(w, given), alone(w, x), strict=True):
                 torch.testing.assert_close(found.full(), expected)
         for length in (7, 6, 10, 1):
@@ -192,6 +193,8 @@ def test_a_batch_over_two_axes(shared_mesh, backend):
                 run(w, drawn(length, 3))
     with pytest.raises(SpecError, match=r"shards=4\) cuts a batch over one axis only"):
         data_parallel(step, axis=over, shards=4)
+    with pytest.raises(SpecError, match="an axis twice"):
+        data_parallel(step, axis=("data", "data"))
     only = spmd(data_parallel(lambda batch: psum(batch.sum(), "data"), axis=("data",)), mesh=mesh)
     assert only(torch.arange(5.0)).item() == 10  # of one axis parts may be unequal
 

@@ -341,6 +341,7 @@ def caches(net: Any, x: Tensor) -> None:
     if net.first is None:
         net.first, net.warned = 1, True
     net.size = np.int64(3)
+    net.height, net.width, net.shape = *x.shape, [*x.shape]
     net.last, net.loss = x, x.mean()
 
 
@@ -348,6 +349,7 @@ def test_caches_of_modules_are_no_mistake(mesh: Mesh, recwarn: pytest.WarningsRe
     """As of rotary embeddings and masks, and what a module leaves for its caller."""
     for table in (None, torch.ones(2, 1)):
         kept = {"longest": 0, "table": table, "first": None, "warned": False, "last": None, "loss": 0.0}
+        kept |= {"height": -1, "width": -1, "shape": 0}
         net = Keeps(caches, size=np.int64(3), **kept)
         apply, params = functional(net)
         net.requires_grad_(False)

@@ -241,7 +241,13 @@ def of_all(p: Any, b: Any) -> Any:
     return value_and_grad(mean_loss)(p, x[y != 0], y[y != 0])
 
 
-@pytest.mark.parametrize("step", [counted, filled_in, summed_by_sample, of_all])
+def chosen_features(p: Any, b: Any) -> Any:
+    """The same ones of every sample, whose features lie in dimension 0 afterwards."""
+    features = b["x"][:, torch.tensor([True, True, False, True, False, True])].flatten()
+    return value_and_grad(lambda p, x: (x[:, None] * p["w"][0]).square().mean())(p, features)
+
+
+@pytest.mark.parametrize("step", [counted, filled_in, summed_by_sample, of_all, chosen_features])
 def test_samples_chosen_in_another_way(mesh: Mesh, step: Callable) -> None:
     assert warned(mesh, step) == []
 
