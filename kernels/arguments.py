@@ -205,10 +205,10 @@ _OF_GRADIENTS = {
 _STANDS = {  # by the function, and the name that others give it
     "Mesh": {
         "devices": 'ranks are processes: Mesh({"data": 4}) has four, one for each GPU with device="cuda"',
-        "axis_names": 'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
-        "mesh_dim_names": 'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
-        "mesh_shape": 'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
-        "shape": 'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
+        **dict.fromkeys(
+            ("axis_names", "mesh_dim_names", "mesh_shape", "shape"),
+            'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
+        ),
         "axis_types": _NO_NEED + "arrays are cut as their specs say",
         "device_type": "it is device=",
         "world_size": 'it is the product of the axes, Mesh({"data": 4})',
@@ -218,8 +218,9 @@ _STANDS = {  # by the function, and the name that others give it
     "spmd": {
         "donate_argnums": 'it is donate=, the names of arguments, as in donate=("params", "opt_state")',
         "donate_argnames": "it is donate=",
-        "static_argnums": _NO_NEED + "arguments that are no tensors are passed as they are",
-        "static_argnames": _NO_NEED + "arguments that are no tensors are passed as they are",
+        **dict.fromkeys(
+            ("static_argnums", "static_argnames"), _NO_NEED + "arguments that are no tensors are passed as they are"
+        ),
         **dict.fromkeys(("in_axes", "out_axes", "in_shardings", "out_shardings"), _SPECS),
         **dict.fromkeys(("axis_name", "axis_names"), _NO_NEED + "axes have the names that Mesh gave them"),
         **dict.fromkeys(("check_rep", "check_vma"), 'it is check=, "first", "always" or "never"'),
@@ -303,7 +304,9 @@ def _checked(f: Callable, called: str) -> Callable:
             for name in kwargs:
                 if name in theirs and position.get(name, -1) < len(args):
                     got = repr(kwargs[name])
-                    problem = f"{called} has no argument {name}" if name not in position else f"{called} got axis twice"
+                    problem = (
+                        f"{called} has no argument {name}" if name not in position else f"{called} got {name} twice"
+                    )
                     raise UnknownArgument(message(problem, got=got[:60], remedy=theirs[name]))
         return f(*args, **kwargs)
 

@@ -37,6 +37,17 @@ class Shipped:
         self.key, self.last_results = key, last_results
 
 
+# What to do about one that can't be pickled.
+_OF_A_FUNCTION = (
+    "pass what it needs as an argument, make it inside the function or in a module that it imports, or keep it on a "
+    "rank with mesh.remote"
+)
+_OF_AN_OBJECT = (
+    "make it in a method, when it is first needed, and leave it out in __getstate__; or make it in a module that it "
+    "imports"
+)
+
+
 class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
@@ -121,15 +132,9 @@ class ShippedObjects:
             shipped = self.ship(obj, function)
         except wire.Unsendable as error:
             part = snapshot.unpicklable_part(function, self._whole)
-            remedy = "pass what it needs as an argument, make it inside the function or in a module that it imports, "
-            remedy += "or keep it on a rank with mesh.remote"
-            name = getattr(function, "__qualname__", None)
+            name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
             if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
-                name = name or f"an object of {type(function).__qualname__}"
-                remedy = (
-                    "make it in a method, when it is first needed, and leave it out in __getstate__; or make it in a "
-                )
-                remedy += "module that it imports"
+                name, remedy = name or f"an object of {type(function).__qualname__}", _OF_AN_OBJECT
             raise MeshError(
                 message(
                     f"{name or function} cannot be sent to the ranks, "

@@ -34,6 +34,7 @@ from ..replication.net import marked
 _LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
 _BUILT_IN = (list, tuple, dict, set, deque)
+_PLAIN = (*SCALARS, np.generic)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WAY = "pass it as an argument, and return its new value"
@@ -252,7 +253,7 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
     def shape(value: Any) -> Any:
         return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
-    before = {key: value for key, value in attributes().items() if isinstance(value, (*SCALARS, np.generic, Tensor))}
+    before = {key: value for key, value in attributes().items() if isinstance(value, (*_PLAIN, Tensor))}
     versions = {key: torch_private.version(value) for key, value in before.items() if isinstance(value, Tensor)}
     compared = [key for key in before if with_buffers or key not in buffers]
 
@@ -266,7 +267,7 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
                 changed = isinstance(new, Tensor) and shape(new) == shape(old) and not new.requires_grad
             else:
                 is_size = isinstance(old, int) and isinstance(new, int) and new != old + 1
-                changed = _is_other(old, new) and isinstance(new, (*SCALARS, np.generic)) and not is_size
+                changed = _is_other(old, new) and isinstance(new, _PLAIN) and not is_size
             if changed:
                 return f"another {name}.{key}", _OF_MODULE
         return None
@@ -278,8 +279,4 @@ def _is_other(old: Any, new: Any) -> bool:
     """Whether a value was replaced; not if it was None or a flag, as lazy values and one-time warnings begin."""
     if old is new or old is None or isinstance(old, bool):
         return False
-    return not (
-        isinstance(old, (*SCALARS, np.generic))
-        and type(old) is type(new)
-        and (old == new or (old != old and new != new))
-    )
+    return not (isinstance(old, _PLAIN) and type(old) is type(new) and (old == new or (old != old and new != new)))

@@ -154,7 +154,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     for one in modules:
         attributes, refer = vars(one), weakref.ref(one)
         own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
-        names = [name for name, value in own.items() if is_plain(value)]
+        names = [name for name, value in own.items() if _is_plain(value)]
         parts += [(refer, name) for name, value in own.items() if _may_change(value)]
         # With an extra name, so that it always gives a tuple.
         get = operator.itemgetter(names[0], *names) if names else _nothing
@@ -182,10 +182,10 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     return read
 
 
-def is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Whether it is a number or a text, or a tuple of these."""
     if type(value) is tuple:
-        return len(value) <= LOOKED_INTO and all(map(is_plain, value))
+        return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
     return type(value) in SCALARS or isinstance(value, np.generic)
 
 
@@ -194,11 +194,11 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
     if isinstance(value, (list, set)):
-        return len(value) <= LOOKED_INTO and all(map(is_plain, value))
+        return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
     if isinstance(value, type):
         return False
     inside: dict[Any, Any] = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return 0 < len(inside) <= LOOKED_INTO and all(map(is_plain, inside.values()))
+    return 0 < len(inside) <= LOOKED_INTO and all(map(_is_plain, inside.values()))
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Loader:
         self._loops = 0  # iterators that have begun
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
         self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
-        self._left = _LEFT, 0  # of how many loops in a row left early to warn, and how many were
+        self._left, self._most_left = 0, _LEFT  # how many loops in a row were left early, and of how many to warn
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, _INSTEAD)
@@ -197,11 +197,11 @@ class Loader:
         """
         begins_at, most = (self._loads, self._epoch), _LEFT if self._yielded > 1 else _PEEKS
         if begins_at != self._begun_at or not self._yielded:
-            self._left = most, 0
+            self._left = 0
         else:
-            self._left = most, self._left[1] + 1 if self._left[0] == most else 1
-        self._begun_at = begins_at
-        if self._left[1] == most and self.settings.get("shuffle", True):
+            self._left = self._left + 1 if most == self._most_left else 1
+        self._begun_at, self._most_left = begins_at, most
+        if self._left == most and self.settings.get("shuffle", True):
             warn(
                 message(
                     f"a loop over a Loader begins epoch {self._epoch} again, after {most} left early: all "

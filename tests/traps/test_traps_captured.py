@@ -362,8 +362,8 @@ def test_caches_of_modules_are_no_mistake(mesh: Mesh, recwarn: pytest.WarningsRe
     assert not recwarn.list
 
 
-def test_buffers_that_are_assigned_and_returned(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
-    apply, params, buffers = functional_with_buffers(Keeps(assigns_a_buffer, statistic=torch.zeros(())))
+def buffers_after_a_step(mesh: Mesh, model: nn.Module) -> Any:
+    apply, params, buffers = functional_with_buffers(model)
 
     @spmd(mesh=mesh)
     @data_parallel
@@ -375,6 +375,11 @@ def test_buffers_that_are_assigned_and_returned(mesh: Mesh, recwarn: pytest.Warn
         return value_and_grad(loss_fn, has_aux=True)(params, batch)
 
     (_, new), _ = step(params, buffers, X)
+    return new
+
+
+def test_buffers_that_are_assigned_and_returned(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    new = buffers_after_a_step(mesh, Keeps(assigns_a_buffer, statistic=torch.zeros(())))
     assert new["statistic"].item() == pytest.approx(0.1) and not recwarn.list
 
 
@@ -465,18 +470,7 @@ def test_a_captured_model_that_stays(mesh: Mesh) -> None:
 
 
 def test_statistics_that_are_returned(mesh: Mesh) -> None:
-    apply, params, buffers = functional_with_buffers(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
-
-    @spmd(mesh=mesh)
-    @data_parallel
-    def step(params, buffers, batch):
-        def loss_fn(params, batch):
-            out, new = apply(params, buffers, batch)
-            return out.square().mean(), new
-
-        return value_and_grad(loss_fn, has_aux=True)(params, batch)
-
-    (_, new), _ = step(params, buffers, X)
+    new = buffers_after_a_step(mesh, nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)))
     assert int(new["0.num_batches_tracked"]) == 1
 
 
