@@ -73,12 +73,12 @@ types: $(VENV)/.made
 		--cache-dir $(CURDIR)/.mypy_cache -p spmd
 
 # From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes
-# do, so it is compiled first, and the tests themselves stay compiled for the next run. Two workers keep two cores busy;
-# each takes whole files, so that fixtures are shared, in conftest.py's order.
+# do, so it is compiled first, and the tests themselves stay compiled for the next run. Three workers keep two cores busy,
+# for many tests wait; each takes whole files, so that fixtures are shared, in conftest.py's order.
 suite: $(VENV)/.made
 	$(PY) -m compileall -q spmd mesh kernels transforms
 	unset PYTHONDONTWRITEBYTECODE
-	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long' --ignore real
+	cd tests && $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m 'not long' --ignore real
 
 # What `make test` leaves out: drivers of several hosts, and combinations of what it has.
 test-long: $(VENV)/.made
@@ -86,7 +86,7 @@ test-long: $(VENV)/.made
 
 # Real models beside plain torch; what they come from is installed for them alone.
 test-real: $(VENV)/.real
-	cd tests && $(PY) -m pytest -q -n 2 --dist loadfile real
+	cd tests && $(PY) -m pytest -q -n 3 --dist loadfile real
 
 # torch's own tests of torch.distributed on the backend "spmd" beside Gloo, and the programs of its stack on more ranks.
 test-torch: $(VENV)/.made

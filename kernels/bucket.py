@@ -47,20 +47,6 @@ class Leaf(NamedTuple):
         return math.prod(self.shape)
 
 
-def leaves_of(tensors: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-    """`Leaf.of` each; the next time, leaves of the same shapes, strides and dtypes are looked up all at once."""
-    return _leaves(
-        tuple([tensor.shape for tensor in tensors]),
-        tuple([tensor.stride() for tensor in tensors]),
-        tuple([tensor.dtype for tensor in tensors]),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _leaves(shapes: tuple[Any, ...], strides: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Leaf, ...]:
-    return tuple(map(_leaf, map(tuple, shapes), strides, dtypes))
-
-
 def elements(leaf: Leaf) -> int:
     """How many real numbers a leaf travels as; a complex number counts as two."""
     return leaf.numel * (2 if leaf.dtype.is_complex else 1)

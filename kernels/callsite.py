@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from .errors import SpmdError
+from .errors import SpmdError, message
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,10 +102,10 @@ def shows_only_users(call: F, *, like: Any = None, updated: tuple[str, ...] = fu
     return called  # type: ignore[return-value]
 
 
-def warn(text: str) -> None:
-    """Warn the user of something, at the line of the nearest caller outside this library."""
+def warn(problem: str, *, got: object = None, expected: object = None, where: str = "", remedy: str = "") -> None:
+    """Warn the user of something, at the line of the nearest caller outside this library; as `errors.message`."""
     _, level = _nearest()
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(message(problem, got=got, expected=expected, where=where, remedy=remedy), stacklevel=level)
 
 
 def user_line() -> str:

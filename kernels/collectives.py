@@ -30,16 +30,39 @@ class Transport(Protocol):
         self, call: Call | None, sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None]
     ) -> Steps: ...
 
+    def stamp(self, tensor: torch.Tensor) -> Sequence[int]: ...
+
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps: ...
+
     def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps: ...
 
     def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps: ...
 
 
-def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+def send(comm: Transport, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+    return comm._send(as_bytes(tensor), dst, tag, *comm.stamp(tensor))
+
+
+def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int, *stamp: int) -> Steps:
     buffer = writable(tensor)
-    source = yield from comm._recv(as_bytes(buffer), src, tag)
+    source = yield from comm._recv(as_bytes(buffer), src, tag, *stamp)
     copy_back([tensor], [buffer])
     return source
+
+
+def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
+    """Wait for a message from a source (None: any) with a tag, and take it out of an inbox of (source, tag, ...)."""
+    found: list[Any] = []
+
+    def arrived() -> bool:
+        for index, (source, its_tag, *_) in enumerate(inbox):
+            if its_tag == tag and src in (None, source):
+                found.append(inbox.pop(index))
+                return True
+        return False
+
+    yield arrived
+    return found[0]
 
 
 def barrier(comm: Transport, call: Call) -> Steps:

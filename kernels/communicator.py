@@ -15,15 +15,17 @@ import torch
 
 from . import collectives, debug
 from .arguments import check_list, check_message, check_tensor
-from .call import Call, absent
+from .call import Call, absent, stamp_of
 from .callsite import call_site
-from .errors import PeerLost, SpmdError, message
-from .flat import as_bytes, spans
+from .errors import PeerLost, SpmdError
+from .flat import spans
 from .operations import Operations, Ready, Sleep, Steps, Work
 from .progress import ProgressCounters
 from .reduction import Op, check_op
 from .shm.board import Board
 from .waiting import Watch, turn
+
+Tensors = list[torch.Tensor]
 
 
 class Communicator(abc.ABC):
@@ -38,6 +40,7 @@ class Communicator(abc.ABC):
     """
 
     backend = "abstract"
+    stamped = False  # whether messages carry a `stamp_of`; then `_send` and `_recv` take it as their last argument
     device = torch.device("cpu")  # where it reduces
     starts_early = False  # whether an operation's first step runs when it is started, before earlier ones are over
     sleep: Sleep | None = None  # how a waiting rank sleeps, if its peers can wake it
@@ -91,6 +94,10 @@ class Communicator(abc.ABC):
     def reclaim(self) -> None:  # noqa: B027
         """Free the memory that peers have read by now, without waiting; called at the end of a region."""
 
+    def end_call(self) -> None:
+        """At the end of a call of an @spmd function: see `Operations.end_call`."""
+        self._operations.end_call()
+
     def check(self) -> None:  # noqa: B027
         """Raise the error of an operation that returned before it was over, as those on GPUs do."""
 
@@ -114,7 +121,7 @@ class Communicator(abc.ABC):
             SpmdError: always.
         """
         self._watch.abort(f"rank {self.ranks[self.rank]}: {reason}")
-        raise SpmdError(message(f"rank {self.ranks[self.rank]} aborted the region", got=reason))
+        raise SpmdError(f"rank {self.ranks[self.rank]} aborted the region", got=reason)
 
     def on_finished(self) -> None:
         """A collective is over."""
@@ -143,7 +150,7 @@ class Communicator(abc.ABC):
         """The error for a wait that lasts too long."""
         problem = f"{work.what} on rank {self.ranks[self.rank]} got no answer for {seconds:g} s"
         remedy = "see what the other ranks do, or raise the timeout (timeout= of Mesh or init_process_group)"
-        return PeerLost(message(problem, where=f"group {self.ranks}", remedy=remedy))
+        return PeerLost(problem, where=f"group {self.ranks}", remedy=remedy)
 
     def _is_message(self, work: Work) -> bool:
         return work in self._operations.messages
@@ -211,20 +218,23 @@ class Communicator(abc.ABC):
         self.isend(tensor, dst, tag).wait()
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into `tensor`, of the sent dtype (bytes are compared), from `src` (None: any); returns the source."""
+        """Receive into `tensor`, of the sent dtype and as many elements, from `src` (None: any); returns the source."""
         return self.irecv(tensor, src, tag).wait()
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
-        """Start sending; the tensor must not change before `wait()`."""
+        """Start sending; the tensor must not change before `wait()`. The tag is a whole number of up to 62 bits."""
         check_message("isend", "dst", dst, self.size, tensor, tag)
-        return self._start_message(f"send to {dst}", self._send(as_bytes(tensor), dst, tag), (dst,))
+        return self._start_message(f"send to {dst}", collectives.send(self, tensor, dst, tag), (dst,))
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
-        """Start receiving; `wait()` returns the source."""
+        """Start receiving; `wait()` returns the source, and the tensor is the sent one only after it."""
         check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag, written=True)
         peers = [rank for rank in range(self.size) if rank != self.rank] if src is None else (src,)
         what = f"recv from {'any rank' if src is None else src}"
-        return self._start_message(what, collectives.recv(self, tensor, src, tag), peers)
+        return self._start_message(what, collectives.recv(self, tensor, src, tag, *self.stamp(tensor)), peers)
+
+    def stamp(self, tensor: torch.Tensor) -> Sequence[int]:
+        return [stamp_of(tensor.dtype)] if self.stamped else ()
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
@@ -265,12 +275,7 @@ class Communicator(abc.ABC):
         return self._start(call.text, self._reduce(call, tensor, dst, op), async_op, (tensor,))
 
     def gather(
-        self,
-        tensor: torch.Tensor,
-        gather_list: list[torch.Tensor] | None = None,
-        dst: int = 0,
-        *,
-        async_op: bool = False,
+        self, tensor: torch.Tensor, gather_list: Tensors | None = None, dst: int = 0, *, async_op: bool = False
     ) -> Any:
         """Fill rank `dst`'s `gather_list` with the tensors of all ranks (shapes may differ between ranks)."""
         check_message("gather", "dst", dst, self.size, tensor)
@@ -280,12 +285,7 @@ class Communicator(abc.ABC):
         return self._start(call.text, collectives.gather(self, call, tensor, outs, dst), async_op, (tensor, *outs))
 
     def scatter(
-        self,
-        tensor: torch.Tensor,
-        scatter_list: list[torch.Tensor] | None = None,
-        src: int = 0,
-        *,
-        async_op: bool = False,
+        self, tensor: torch.Tensor, scatter_list: Tensors | None = None, src: int = 0, *, async_op: bool = False
     ) -> Any:
         """Overwrite each rank's `tensor` with its entry of rank `src`'s `scatter_list` (shapes may differ)."""
         check_message("scatter", "src", src, self.size, tensor, written=True)

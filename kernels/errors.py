@@ -8,14 +8,29 @@ PyTorch would have caught: a wrong spec is a `ValueError`, a lost peer a `Connec
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
 class SpmdError(Exception):
-    """Base of every error that this library raises on purpose.
+    """Base of every error that this library raises on purpose; it is made of the parts of its text: see `message`.
 
+    >>> SpecError("psum got an unknown axis", got="'model'", remedy="name a mesh axis")
+    SpecError("psum got an unknown axis (got 'model'): name a mesh axis")
     >>> issubclass(SpecError, SpmdError)
     True
     """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *args: Any,
+        got: object = None,
+        expected: object = None,
+        where: str = "",
+        remedy: str = "",
+    ):
+        # Further arguments are for classes of programs, as those of any exception.
+        super().__init__(message(problem, got=got, expected=expected, where=where, remedy=remedy), *args)
 
 
 class SpecError(SpmdError, ValueError):
@@ -33,14 +48,19 @@ class CollectiveMismatch(SpmdError, RuntimeError):
 
 
 class PeerLost(SpmdError, ConnectionError, RuntimeError):  # the latter as what torch's process groups raise
-    """A rank died, or left, while others needed it; `rank` says which."""
+    """A rank died, or left, while others needed it; `rank` says which.
 
-    def __init__(self, text: str, rank: int | None = None):
-        super().__init__(text)
+    >>> import pickle
+    >>> pickle.loads(pickle.dumps(PeerLost("rank 2 is gone", 2, remedy="call again"))).rank
+    2
+    """
+
+    def __init__(self, problem: str, rank: int | None = None, **parts: Any):
+        super().__init__(problem, **parts)
         self.rank = rank
 
     def __reduce__(self):
-        return (type(self), (self.args[0], self.rank))
+        return (type(self), (self.args[0], self.rank), vars(self))
 
 
 class RemoteError(SpmdError, RuntimeError):
@@ -49,6 +69,12 @@ class RemoteError(SpmdError, RuntimeError):
 
 class Aborted(BaseException):
     """Raised inside a collective when another rank ended the region; no `Exception`, so that user code lets it pass."""
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an exception (from Python 3.11 on), without a method of its class, which may be a program's."""
+    if hasattr(error, "add_note"):
+        vars(error).setdefault("__notes__", []).append(text)
 
 
 def message(problem: str, *, got: object = None, expected: object = None, where: str = "", remedy: str = "") -> str:

@@ -8,7 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from .errors import MeshError, SpmdError, message
+from .errors import MeshError, SpmdError
 
 # What a system error most often means here: what there is too little of, its limit, and how to raise that in a shell.
 _LIMITS = {
@@ -38,12 +38,12 @@ def named_limits() -> Iterator[None]:
                 "the operating system refuses what a mesh needs",
                 "see that the working directory and the temporary directory are there",
             )
-            raise MeshError(message(problem, got=str(error), remedy=remedy)) from None
+            raise MeshError(problem, got=str(error), remedy=remedy) from None
         limits = [(*one, resource.getrlimit(getattr(resource, one[1]))[0]) for one in _LIMITS[number]]
         what, name, remedy, most = next((one for one in limits if one[3] != resource.RLIM_INFINITY), limits[0])
         got = f"{os.strerror(number)}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
         problem = f"a mesh needs more than the limit on {what} allows, {name}"
-        raise MeshError(message(problem, got=got, remedy=f"{remedy}; or use fewer ranks")) from None
+        raise MeshError(problem, got=got, remedy=f"{remedy}; or use fewer ranks") from None
 
 
 def _number_of(error: OSError | RuntimeError | OverflowError) -> int | None:

@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from .errors import CollectiveMismatch, PeerLost, message
+from .call import here
+from .errors import CollectiveMismatch, PeerLost
 from .flat import Span, overlap
 from .processes import refuse_in_forks
 from .waiting import PEER_CHECK_SECONDS, Watch, turn, wait_until
@@ -32,6 +33,7 @@ os.register_at_fork(after_in_child=_active.clear)
 class Transport(Protocol):
     """What operations need from their communicator."""
 
+    rank: int
     sleep: Sleep | None  # how a waiting rank sleeps, if its peers can wake it
 
     def poll_messages(self) -> None:
@@ -53,6 +55,8 @@ class Transport(Protocol):
 class Work:
     """A started operation: `wait()` finishes it and returns its value, `is_completed()` checks without waiting."""
 
+    steps_taken = 0  # of all operations of this process
+
     __slots__ = (
         "_error",
         "_operations",
@@ -61,8 +65,10 @@ class Work:
         "_value",
         "begun",
         "done",
+        "is_bounded",
         "memory",
         "peers",
+        "seen",
         "site",
         "what",
     )
@@ -81,18 +87,21 @@ class Work:
         self._ready: Ready | None = None
         self._value: Any = None
         self._error: BaseException | None = None
-        self.done = False
+        self.done = self.seen = False  # `seen`: the program knows that it is done, or has failed
+        self.is_bounded = False  # whether the program may stop waiting for it, after a time or since it polls
 
     def is_completed(self) -> bool:
         with turn:
             self._operations.progress()
             if not self.done:
                 self._operations.look(self)
+            self.seen |= self.done
             return self.done
 
     def wait(self, timeout: float | None = None) -> Any:
         with turn:
             self._operations.finish(self, timeout)
+        self.seen = True
         if self._error is not None:
             raise self._error
         return self._value
@@ -126,10 +135,12 @@ class Work:
 
     def _step(self) -> None:
         self.begun = True
+        Work.steps_taken += 1
         try:
             self._ready = next(self._steps)
         except StopIteration as end:
             self._value, self.done = end.value, True
+            self._ready = None  # which may hold what arrived
         except BaseException as error:
             self._error, self.done = error, True
             raise
@@ -141,6 +152,7 @@ class Operations:
     Attributes:
         queue: collectives, in the order in which they were started.
         messages: sends and receives.
+        of_call: those that were started in the current call, if it is one of an @spmd function.
     """
 
     def __init__(
@@ -153,6 +165,8 @@ class Operations:
         self.generation = watch.generation
         self.queue: deque[Work] = deque()
         self.messages: list[Work] = []
+        self.of_call: list[Work] = []
+        self._call = here.call
 
     @property
     def stale(self) -> bool:
@@ -183,9 +197,32 @@ class Operations:
         """Start a send or a receive."""
         work = Work(self, what, steps, peers)
         self.messages.append(work)
+        if (call := here.call) & 1:
+            if call != self._call:
+                self._call, self.of_call = call, []
+            self.of_call.append(work)
         _active.add(self)
         self.progress_messages()
         return work
+
+    def end_call(self) -> None:
+        """At the end of a call of an @spmd function, end its sends, and refuse receives that were not waited for.
+
+        Whether such a receive has its message by now depends on the ranks' speed.
+        """
+        messages, self.of_call = self.of_call, []
+        if not messages or self.stale or self._call != here.call:
+            return
+        for work in messages:
+            if not work.seen and work.what.startswith("recv"):
+                raise CollectiveMismatch(
+                    f"a call of an @spmd function ends, and nobody has waited for the end of its {work.what}",
+                    where=f"rank {self._ranks[self._transport.rank]}, group {self._ranks}",
+                    remedy="call wait() of what irecv returns, before the tensor is used and the function returns",
+                )
+        with turn:
+            for work in messages:
+                self.finish(work)
 
     def progress(self) -> None:
         """Advance operations as far as possible without waiting."""
@@ -215,6 +252,7 @@ class Operations:
         if now >= self._next_look:
             self._next_look = now + PEER_CHECK_SECONDS
             self._watch.check_peers()
+            work.is_bounded = True
             self._transport.on_stall(work)
 
     def finish(self, work: Work, timeout: float | None = None) -> None:
@@ -223,6 +261,7 @@ class Operations:
             self.drop()
         while not work.done:
             first = work if work in self.messages or not self.queue else self.queue[0]
+            first.is_bounded = timeout is not None
             try:
                 self._wait(lambda first=first: first.done, lambda first=first: first, timeout)  # type: ignore[misc]
             finally:
@@ -241,7 +280,7 @@ class Operations:
         self, ready: Ready, work: Callable[[], Work], timeout: float | None = None, *, gently: bool = False
     ) -> None:
         def progressed() -> bool:
-            self._progress_all()
+            self.progress_all()
             return ready()
 
         stalled = False
@@ -270,18 +309,18 @@ class Operations:
         for work in (*self.queue, *self.messages):
             work.fail(
                 PeerLost(
-                    message(
-                        f"{work.what} was under way when a region failed",
-                        where=f"group {self._ranks}",
-                        remedy="start it again",
-                    )
+                    f"{work.what} was under way when a region failed",
+                    where=f"group {self._ranks}",
+                    remedy="start it again",
                 )
             )
         self.queue.clear()
         self.messages.clear()
+        self.of_call.clear()
         _active.discard(self)
 
-    def _progress_all(self) -> None:
+    def progress_all(self) -> None:
+        """Advance all that this process has started, as a wait has to: a peer may need it first."""
         self.progress_messages()
         self.progress_collectives()
         for other in tuple(_active):
@@ -297,21 +336,6 @@ class Operations:
         if self.messages:
             self._transport.poll_messages()
             self.messages = [work for work in self.messages if not work.advance()]
-
-
-def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
-    """Wait for a message from a source (None: any) with a tag, and take it out of an inbox of (source, tag, ...)."""
-    found: list[Any] = []
-
-    def arrived() -> bool:
-        for index, (source, its_tag, *_) in enumerate(inbox):
-            if its_tag == tag and src in (None, source):
-                found.append(inbox.pop(index))
-                return True
-        return False
-
-    yield arrived
-    return found[0]
 
 
 def _waiting(ready: Ready) -> Steps:

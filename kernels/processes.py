@@ -3,7 +3,8 @@
 Programs fork (multiprocessing does, by default), and a child has all objects of its parent. Objects that free, signal,
 answer or close remember who made them, and do nothing in any other process (`Owned`). Objects that communicate are
 turned into ones that refuse when the process forks (`refuse_in_forks`), so they need no checks. A process number has a
-meaning only within one pid namespace of one boot of one kernel. Invariant: what is not known to be dead is alive.
+meaning only within one pid namespace of one boot of one kernel. Invariant: what is not known to be dead is alive. The
+rest is what this library asks the system about processes, and has it do with them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from .errors import MeshError, message
+import torch
+
+from .errors import MeshError
 
 _PR_SET_PDEATHSIG = 1
+# It gives -1 where the C library lacks the function.
+_current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+_CORES = os.cpu_count() or 1
 
 _current = os.getpid()
 
@@ -52,7 +59,7 @@ def _fill(namespace: dict[str, Any]) -> None:
 
 def forked_cannot(do: str) -> MeshError:
     remedy = "do it in the rank, and give the child what it needs"
-    return MeshError(message(f"a process that a rank has forked cannot {do}: it is none of the ranks", remedy=remedy))
+    return MeshError(f"a process that a rank has forked cannot {do}: it is none of the ranks", remedy=remedy)
 
 
 def _in_child() -> None:
@@ -136,6 +143,26 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def spread(index: int, ranks: int) -> None:
+    """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one.
+
+    A kernel that wakes several ranks at once tends to put them on the core that woke them, and takes its time to spread
+    them: two ranks on one of two cores make a step twice as long. A rank isn't bound to its core: if that is busy, the
+    kernel may move it.
+    """
+    threads = torch.get_num_threads()
+    if ranks < 2 or ranks * threads > _CORES:  # known without asking which cores are allowed
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if ranks * threads > len(allowed):
+        return
+    own = allowed[index * threads : (index + 1) * threads]
+    if _current_core() in (*own, -1):
+        return
+    os.sched_setaffinity(0, own[:1])
+    os.sched_setaffinity(0, allowed)
+
+
 def memory_kills() -> int:
     """How many processes the kernel has killed for lack of memory, on this host or in this control group."""
     found = 0
@@ -165,11 +192,9 @@ def check_not_imported_by_worker() -> None:
     """Refuse a mesh in a worker that multiprocessing has spawned, while it imports the script that spawned it."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise MeshError(
-            message(
-                "a worker process of multiprocessing imports this program's main script, which makes a Mesh",
-                got="a second set of ranks, which nobody wants",
-                remedy="make the Mesh under `if __name__ == '__main__':`, or use the start method 'fork'",
-            )
+            "a worker process of multiprocessing imports this program's main script, which makes a Mesh",
+            got="a second set of ranks, which nobody wants",
+            remedy="make the Mesh under `if __name__ == '__main__':`, or use the start method 'fork'",
         )
 
 
@@ -185,13 +210,11 @@ def check_can_start_python() -> None:
     frozen = getattr(sys, "frozen", False)  # as PyInstaller and cx_Freeze have it
     if frozen or not sys.executable:
         raise MeshError(
-            message(
-                "the ranks of this program cannot be started, since it is no program that Python runs",
-                got="a frozen program" if frozen else "an empty sys.executable",
-                expected="sys.executable to be a Python that can import spmd",
-                remedy="run it with python, or have a launcher start its ranks (docs/launching.md)"
-                + ("" if frozen else ", or set sys.executable"),
-            )
+            "the ranks of this program cannot be started, since it is no program that Python runs",
+            got="a frozen program" if frozen else "an empty sys.executable",
+            expected="sys.executable to be a Python that can import spmd",
+            remedy="run it with python, or have a launcher start its ranks (docs/launching.md)"
+            + ("" if frozen else ", or set sys.executable"),
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from .errors import SpecError, message
+from .errors import SpecError
 
 # For each op, torch's and NumPy's name of the function that combines two values.
 _COMBINE = {
@@ -33,7 +33,9 @@ _COMBINE = {
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {op: getattr(torch, name) for op, name in _COMBINE.items()}
 OPS = tuple(_COMBINE)
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # NumPy computes with these, torch does not
-# Accumulating block by block keeps the partial sums in cache when there are more than two contributions.
+_HALVES = (torch.float16, torch.bfloat16)
+# Block by block, partial sums stay in the cache: those of more than two contributions, and those of 16-bit floats,
+# which lie in memory of their own.
 _BLOCK = 1 << 16
 
 
@@ -57,12 +59,12 @@ Op = str | Pairwise  # one of `OPS`, or a sum in tree order
 def check_op(op: Op, dtype: torch.dtype) -> None:
     """Refuse an operation that is unknown, or that has no meaning for `dtype`."""
     if not isinstance(op, Pairwise) and op not in OPS:
-        raise SpecError(message("unknown reduction op", got=repr(op), expected=f"one of {OPS}"))
+        raise SpecError("unknown reduction op", got=repr(op), expected=f"one of {OPS}")
     if not _has_meaning(op, dtype):
         remedy = "cast the tensor, or use another op"
         if _is_float8(dtype):
             remedy = "8 bits are too few to reduce in, cast it to bfloat16 or float32; moving it works as it is"
-        raise SpecError(message(f"op {str(op)!r} is not defined for {dtype}", remedy=remedy))
+        raise SpecError(f"op {str(op)!r} is not defined for {dtype}", remedy=remedy)
 
 
 def _is_float8(dtype: torch.dtype) -> bool:
@@ -88,7 +90,7 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) ->
     >>> reduce_in_order([torch.tensor([1, 2]), torch.tensor([3, 5])], "sum", torch.empty(2, dtype=torch.int64))
     tensor([4, 7])
     """
-    if len(parts) > 2 and out.numel() > _BLOCK:
+    if out.numel() > _BLOCK and (len(parts) > 2 or out.dtype in _HALVES):
         for start in range(0, out.numel(), _BLOCK):
             end = start + _BLOCK
             _reduce([part[start:end] for part in parts], op, out[start:end])
@@ -110,7 +112,7 @@ def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
         if op == "avg":
             divide(out, len(parts))
         return
-    narrow = out.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "avg", "product")
+    narrow = out.dtype in _HALVES and op in ("sum", "avg", "product")
     if narrow:
         total = combine(parts[0].float(), parts[1])
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .arguments import check_function
 from .communicator import Communicator
-from .errors import MeshError, SpecError, message
+from .errors import MeshError, SpecError
 from .network import hierarchical
 from .network.gloo import GlooCommunicator
 from .network.hosts import HostWatch
@@ -23,7 +23,7 @@ Factory = Callable[..., Communicator]
 
 def _shm(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
     if not isinstance(watch, Arena):
-        raise MeshError(message("backend 'shm' needs all ranks on one host", remedy="use backend='auto' or 'gloo'"))
+        raise MeshError("backend 'shm' needs all ranks on one host", remedy="use backend='auto' or 'gloo'")
     return ShmCommunicator(watch, ranks, timeout=timeout, channel=channel)
 
 
@@ -36,9 +36,7 @@ def _hierarchical(
     *, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str
 ) -> Communicator:
     if not isinstance(watch, HostWatch):
-        raise MeshError(
-            message("backend 'hierarchical' needs ranks that a launcher started", remedy="use backend='auto'")
-        )
+        raise MeshError("backend 'hierarchical' needs ranks that a launcher started", remedy="use backend='auto'")
     return hierarchical.communicator(store(), watch, ranks, rank, timeout=timeout, channel=channel)
 
 
@@ -95,7 +93,7 @@ def register_backend(name: str, factory: Factory) -> None:
     """
     if not isinstance(name, str) or name in ("", "auto"):
         expected = 'a name other than "auto", which chooses one'
-        raise SpecError(message("register_backend got a bad name", got=repr(name), expected=expected))
+        raise SpecError("register_backend got a bad name", got=repr(name), expected=expected)
     check_function("register_backend", factory, "register_backend(name, factory)")
     _FACTORIES[name] = factory
 
@@ -113,16 +111,14 @@ def added_factory(name: str) -> Factory | None:
 def make_communicator(backend: str, **arguments: Any) -> Communicator:
     if backend not in _FACTORIES:
         raise MeshError(
-            message(
-                "unknown backend",
-                got=repr(backend),
-                expected=f"one of {sorted(_FACTORIES)}",
-                remedy="register_backend adds one",
-            )
+            "unknown backend",
+            got=repr(backend),
+            expected=f"one of {sorted(_FACTORIES)}",
+            remedy="register_backend adds one",
         )
     made = _FACTORIES[backend](**arguments)
     if not isinstance(made, Communicator):
         problem = f"the factory of backend {backend!r} made no communicator"
         remedy = "have it return an object of a subclass of spmd.kernels.Communicator"
-        raise MeshError(message(problem, got=type(made).__name__, remedy=remedy))
+        raise MeshError(problem, got=type(made).__name__, remedy=remedy)
     return made

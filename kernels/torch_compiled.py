@@ -10,12 +10,12 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from . import torch_private
 
@@ -64,13 +64,21 @@ def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
     return None if function is None else (_compiled, (function, _options(_context_of(obj))))
 
 
-def options_of(function: Any) -> dict[str, Any]:
-    """The options that `torch.compile` was given.
+def compiled_parts(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The options that `module.compile()` was given, by the name of each compiled part (empty for the module itself).
 
     Raises:
         TypeError: this version of torch keeps them elsewhere.
     """
-    return _options(_context_of(function))
+    calls = {name: torch_private.compiled_call(part) for name, part in module.named_modules()}
+    return {name: _options(_context_of(call)) for name, call in calls.items() if call is not None}
+
+
+def compile_parts(module: nn.Module, parts: Mapping[str, dict[str, Any]]) -> nn.Module:
+    """Compile the same parts of a copy in place: a deep copy of a module is not compiled any more."""
+    for name, options in parts.items():
+        module.get_submodule(name).compile(**options)
+    return module
 
 
 def _options(context: Any) -> dict[str, Any]:

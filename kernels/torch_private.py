@@ -115,7 +115,8 @@ class DispatchMode(TorchDispatchMode):
 
     Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler out of such a
     mode imports it at the first operation (half a second on every rank); `run_as_written` imports nothing. Below a mode
-    torch overlooks lazy conjugates of its own making (in `linalg.pinv` of complex numbers): here they are resolved.
+    torch overlooks lazy conjugates of its own making (in `linalg.pinv` of complex numbers), and reads tangents of
+    constants, which have no memory (in `torch.add(x, y, alpha=2)`): here both are resolved.
     An operator that takes functions (`torch.cond`, `flex_attention`) goes to `with_functions`; what they do is unseen.
     """
 
@@ -128,8 +129,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return self.with_functions(func, args, kwargs or {})
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        excluded = excluded.remove(torch._C.DispatchKey.Conjugate).remove(torch._C.DispatchKey.Negative)
+        keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+        excluded = excluded.remove(keys.Conjugate).remove(keys.Negative).remove(keys.ZeroTensor)
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
             return self.operation(func, args, kwargs or {})
 

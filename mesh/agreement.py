@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import trees
 from .array import Meta, meta
 from .failure import ranks_text
@@ -115,12 +115,10 @@ def assemble(
     for rank, (other, _) in outputs.items():
         if other != treedef:
             raise SpecError(
-                message(
-                    f"{name} returned different trees on rank 0 and rank {rank}",
-                    got=f"{treedef} and {other}",
-                    where=where,
-                    remedy="return the same structure on every rank" if remedy is SHARDS_OF_ONE else remedy,
-                )
+                f"{name} returned different trees on rank 0 and rank {rank}",
+                got=f"{treedef} and {other}",
+                where=where,
+                remedy="return the same structure on every rank" if remedy is SHARDS_OF_ONE else remedy,
             )
     rank_prints = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
     results = []
@@ -130,12 +128,10 @@ def assemble(
         if any(one.spec != leaf.spec or one.dtype != leaf.dtype for one in leaves.values()):
             kinds = "; ".join(f"{ranks_text([rank])}: {_kind(one)}" for rank, one in leaves.items())
             raise SpecError(
-                message(
-                    f"{what()} differs in kind between ranks",
-                    got=kinds,
-                    where=where,
-                    remedy="return the same kind of value on every rank",
-                )
+                f"{what()} differs in kind between ranks",
+                got=kinds,
+                where=where,
+                remedy="return the same kind of value on every rank",
             )
         if compare:
             _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where)
@@ -175,7 +171,7 @@ def called(treedef: Any, index: int, name: str) -> str:
 
 def path_in(treedef: Any, index: int) -> str:
     """Where a leaf is in a tree, as `['w'][0]`."""
-    return treedef.accessors()[index].codify("") or "(the whole of it)"
+    return trees.places(treedef)[index] or "(the whole of it)"
 
 
 def _check_replicas(
@@ -223,7 +219,7 @@ def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def refuse_varying(layout: Layout, leaf: OutputMeta, what: str, where: str) -> None:
+def refuse_varying(leaf: OutputMeta, what: str, where: str) -> None:
     """Refuse a result that may differ between ranks, where its values aren't known."""
     if leaf.varying is not None:
         axes, why = leaf.varying
@@ -236,7 +232,7 @@ def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str,
     remedy = remedy if is_tensor else f"return a tensor, and {remedy}"
     if RANDOM in problem:  # a mean of noise is smaller
         remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"
-    return SpecError(message(problem, got=got, where=where, remedy=remedy))
+    return SpecError(problem, got=got, where=where, remedy=remedy)
 
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:
@@ -291,11 +287,9 @@ def _check_shapes(
             fits = fits and sizes.setdefault(block, shape[dim]) == shape[dim]
     if not fits:
         raise SpecError(
-            message(
-                f"the shards of {what()} do not fit together",
-                got="; ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes)),
-                expected=f"shapes that differ only where {spec} cuts",
-                where=where,
-                remedy=remedy,
-            )
+            f"the shards of {what()} do not fit together",
+            got="; ".join(f"rank {rank}: {list(shape)}" for rank, shape in enumerate(shapes)),
+            expected=f"shapes that differ only where {spec} cuts",
+            where=where,
+            remedy=remedy,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from .array import WAY
 from .rank import counted
 
@@ -94,11 +94,9 @@ def under(settings: Ambient | None) -> contextlib.AbstractContextManager[Any]:
 def made_within_torch_func(where: str) -> SpecError:
     """What to raise for a call within a transform of `torch.func`, whose tensors have no memory to send or keep."""
     return SpecError(
-        message(
-            "a call for the ranks was made within a transform of torch.func (grad, vmap, ...), which it can't follow",
-            where=where,
-            remedy=f"vmap within the @spmd function, and {WAY}",
-        )
+        "a call for the ranks was made within a transform of torch.func (grad, vmap, ...), which it can't follow",
+        where=where,
+        remedy=f"vmap within the @spmd function, and {WAY}",
     )
 
 

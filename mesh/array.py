@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import MeshError, SpecError, message
+from ..kernels.errors import MeshError, SpecError
 from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
@@ -32,11 +32,9 @@ def refuse_ragged(shape: Sequence[int]) -> None:
     """Refuse to make one tensor of shards that differ in a dimension that is not cut."""
     if RAGGED in shape:
         raise SpecError(
-            message(
-                "the ranks' parts of this batch cannot be joined to one tensor",
-                got=f"other sizes of dimension {list(shape).index(RAGGED)} on other ranks",
-                remedy="have collate_fn pad to one length, or use .shards()",
-            )
+            "the ranks' parts of this batch cannot be joined to one tensor",
+            got=f"other sizes of dimension {list(shape).index(RAGGED)} on other ranks",
+            remedy="have collate_fn pad to one length, or use .shards()",
         )
 
 
@@ -46,7 +44,7 @@ FREEZE = "model.requires_grad_(False) before functional(model); for a while, Non
 
 def refuse_gradients(problem: str, remedy: str = WAY) -> NoReturn:
     """Refuse what needs a value's autograd history: no Array has one."""
-    raise SpecError(message(f"{problem}, whose gradients are not recorded", remedy=remedy))
+    raise SpecError(f"{problem}, whose gradients are not recorded", remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -109,11 +107,9 @@ class Array:
         """Refuse a value that was donated."""
         if self.donated_to is not None:
             raise SpecError(
-                message(
-                    f"this Array was donated to {self.donated_to} and its memory reused",
-                    remedy="use the value that the call returned, or leave the argument out of donate=; if that call "
-                    "has failed, restore a checkpoint",
-                )
+                f"this Array was donated to {self.donated_to} and its memory reused",
+                remedy="use the value that the call returned, or leave the argument out of donate=; if that call "
+                "has failed, restore a checkpoint",
             )
 
     @property
@@ -223,8 +219,8 @@ class Array:
         """The values as numbers, in nested lists."""
         return self.full().tolist()
 
-    def numpy(self) -> np.ndarray:
-        """The global value as a NumPy array."""
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The global value as a NumPy array, a copy; `force`, which torch's has, changes nothing."""
         return np.asarray(self)
 
     def __format__(self, spec: str) -> str:
@@ -275,7 +271,7 @@ class Array:
     __deepcopy__ = __copy__
 
     def __reduce__(self) -> Any:
-        raise MeshError(message("an Array cannot be pickled: its data is on a mesh", remedy="pickle fetch(tree)"))
+        raise MeshError("an Array cannot be pickled: its data is on a mesh", remedy="pickle fetch(tree)")
 
     def _repr_html_(self) -> str:
         return f"<code>{self!r}</code>" if self.donated_to else drawing.html([self.grid()], self.mesh.size)

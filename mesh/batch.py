@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import trees
 
 
@@ -83,13 +83,11 @@ def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whos
     """
     if len(set(lengths.values())) > 1:
         raise SpecError(
-            message(
-                f"the leaves of the batch of {whose} differ in dimension 0",
-                got=", ".join(f"{called(index)}: {length}" for index, length in lengths.items()),
-                remedy="pad samples of several lengths to one tensor (and pack a PackedSequence in the loss); "
-                "of samples that are no rows, as graphs, let the batch be their numbers (docs/how_to.md); "
-                "pass what has no row for each sample in another argument",
-            )
+            f"the leaves of the batch of {whose} differ in dimension 0",
+            got=", ".join(f"{called(index)}: {length}" for index, length in lengths.items()),
+            remedy="pad samples of several lengths to one tensor (and pack a PackedSequence in the loss); "
+            "of samples that are no rows, as graphs, let the batch be their numbers (docs/how_to.md); "
+            "pass what has no row for each sample in another argument",
         )
     return next(iter(lengths.values()), None)
 
@@ -113,12 +111,10 @@ def refuse_lists(tree: Any, length: int, whose: str) -> None:
         if type(node) is list or _is_column(node, length):
             kind = "an array" if isinstance(node, np.ndarray) else f"a {type(node).__name__}"
             raise SpecError(
-                message(
-                    f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind} "
-                    f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
-                    got=f"{kind} of {type(node[0]).__name__}" if isinstance(node, list | np.ndarray) else kind,
-                    remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
-                )
+                f"batch{trees.paths(tree, is_list)[index]} of {whose} is {kind} "
+                f"with an entry for each of {length} samples, and would not be split as the tensors beside it are",
+                got=f"{kind} of {type(node[0]).__name__}" if isinstance(node, list | np.ndarray) else kind,
+                remedy="make a tensor of it (of tokens, for strings), or a tuple if every rank is to have all",
             )
 
 

@@ -18,6 +18,7 @@ from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
+from .launch.alike import flag_in
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
@@ -26,12 +27,17 @@ from .rank import counted
 from .remote.reference import Ref
 from .request import Request, Span, donate, spans_of
 
+Signature = tuple[tuple, tuple]  # the kinds of the arguments, and the numbers and names among them
+
 
 class HasRefs(Exception):
     """The arguments of a call contain results of remote calls, which must be brought to the ranks first."""
 
 
 SIGNATURES = 256  # remembered for each program
+# Of calls that differ in numbers and names alone, which may be flags, so many are first calls, and then those after 8,
+# 16, 32 and so on: a program that passes the number of its step must not make first calls only.
+FLAGS = 8
 
 
 def call(
@@ -63,6 +69,8 @@ def call(
     session: Any = mesh.driver if mesh.is_driver else mesh.session
     if mesh.is_driver and (resizing := session.resizing) is not None:
         resizing.switch_if_ready()
+    if mesh.is_driver:
+        session.shipped.follow_reloads()
     calls = session.calls.get(holder)
     if calls is None:
         calls = session.calls[holder] = Calls()
@@ -70,10 +78,10 @@ def call(
     spans = spans_of(leaves, calls.lengths)
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)
-    known: DriverCall | LaunchedCall | None = calls.known.get(signature)
+    known = calls.find(signature)
     if known is not None and known.cuts and _were_resized([leaves[index] for index in known.cuts]):
         signature, deal = _signature(leaves, spans, treedef, settings)
-        known = calls.known.get(signature)
+        known = calls.find(signature)
     if known is not None and not known.accepts(mesh, leaves, spans):
         known = None
     if known is None:
@@ -98,7 +106,7 @@ def call(
             shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
             if known is None or known.shipped is not shipped:
                 made: Any = DriverCall if mesh.is_driver else LaunchedCall
-                known = made(mesh, session, program, shipped, treedef, plan, moves)
+                known = made(mesh, session, program, shipped, treedef, plan, moves, _choice(leaves, plan))
                 known.cuts = _cuts(leaves, plan)
             assert known is not None
             results = known(leaves, spans, key, this, check=check)
@@ -120,7 +128,9 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple, DriverCall | LaunchedCall] = {}
+        self._known: dict[Signature, DriverCall | LaunchedCall] = {}
+        # By the kinds of arguments: how many signatures there were, and the last call.
+        self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall]] = {}
         self.lengths: list[int] = []
         self._structure: trees.Structure | None = None  # of arguments alike twice in a row
         self._treedef: Any = None  # of the last arguments that did not match `_structure`
@@ -136,22 +146,39 @@ class Calls:
         self._treedef = treedef
         return leaves, treedef
 
-    def add(self, signature: tuple, call: DriverCall | LaunchedCall) -> None:
-        if self.known.get(signature) is not call:
-            if len(self.known) >= SIGNATURES:
-                del self.known[next(iter(self.known))]
-            self.known[signature] = call
+    def find(self, signature: Signature) -> DriverCall | LaunchedCall | None:
+        """The call of a signature, perhaps made from one that had other numbers or names."""
+        known = self._known.get(signature)
+        if known is None:
+            count, alike = self._alike.get(signature[0], (0, None))
+            if count >= FLAGS and count & (count - 1) and alike is not None:
+                return alike.for_other_values()
+        return known
+
+    def add(self, signature: Signature, call: DriverCall | LaunchedCall) -> None:
+        known = self._known.get(signature)
+        if known is call:
+            return
+        kinds = signature[0]
+        count = self._alike.get(kinds, (0, None))[0]
+        if known is None and len(self._known) >= SIGNATURES:
+            del self._known[next(iter(self._known))]
+        if not count and len(self._alike) >= SIGNATURES:
+            del self._alike[next(iter(self._alike))]
+        self._known[signature] = call
+        self._alike[kinds] = count + (known is None), call
 
 
 def _signature(
     leaves: list[Any], spans: Sequence[Span], treedef: Any, settings: Ambient | None
-) -> tuple[tuple, Deal | None]:
+) -> tuple[Signature, Deal | None]:
     """The signature of a call, and how a `Loader` dealt the batch in it.
 
     NumPy arrays among the leaves are replaced by tensors.
     """
     deal: Deal | None = None
     parts: list[Any] = [treedef, settings]
+    values: list[Any] = []
     for source, index, start, stop in spans:
         if source is not None:
             deal = source.deal or deal
@@ -166,9 +193,10 @@ def _signature(
         elif kind is Ref:
             raise HasRefs
         else:
-            parts.append((kind, _telling(leaf)))
+            parts.append(kind)
+            values.append(flag_in(leaf))
     parts.append(None if deal is None else (deal.shards, deal.sizes))
-    return tuple(parts), deal
+    return (tuple(parts), tuple(values)), deal
 
 
 def _form(tensor: torch.Tensor) -> tuple:
@@ -194,11 +222,10 @@ def _were_resized(arrays: list[Array]) -> bool:
     return any(array.shape != hint.shape for array, hint in zip(arrays, hints, strict=True))
 
 
-def _telling(leaf: Any) -> Any:
-    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
-    if type(leaf) is slice:
-        return _telling(leaf.start), _telling(leaf.stop), _telling(leaf.step)
-    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
+def _choice(leaves: list[Any], plan: InputPlan) -> int:
+    """A hash of what may choose a branch of the body; of texts, since -1 and -2, and 1 and True have equal hashes."""
+    values = [leaf for leaf, planned in zip(leaves, plan.leaves, strict=True) if planned.kind == "value"]
+    return hash(tuple((type(value), repr(flag_in(value))) for value in values))
 
 
 def _moves(leaves: list[Any], wanted: Request) -> list[tuple[int, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.flat import storages
 
 
@@ -25,10 +25,8 @@ class DonatedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise SpecError(
-            message(
-                "a donated tensor was used after opt.step had taken over its memory",
-                remedy="use it before opt.step, or leave its argument out of donate=",
-            )
+            "a donated tensor was used after opt.step had taken over its memory",
+            remedy="use it before opt.step, or leave its argument out of donate=",
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from ..kernels.callsite import is_our_file, users_frames
-from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, message
+from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, add_note
 from .display.notebook import name_cells, shorten
 
 
@@ -49,8 +49,8 @@ def capture(error: BaseException, *, ends: str = "") -> Failure:
     Args:
         ends: why this process ends with it.
     """
-    if ends and hasattr(error, "add_note"):
-        error.add_note(f"[the rank {ends}; it is replaced, and the values that it alone had are lost]")
+    if ends:
+        add_note(error, f"[the rank {ends}; it is replaced, and the values that it alone had are lost]")
     kind = "error"
     if isinstance(error, Aborted):
         kind = "aborted"
@@ -200,19 +200,17 @@ def combine(
         waiting = sorted(rank for rank, failure in failures.items() if failure.kind == "aborted")
         others = f"; {ranks_text(waiting)} waited for it and gave up" if waiting else ""
         lost_error = PeerLost(
-            message(
-                f"{ends}{others}",
-                where=mesh,
-                remedy=remedy or "the mesh has replaced it and goes on; a value lost with it says so when it is used",
-            ),
-            ranks[0],
+            f"{ends}{others}",
+            where=mesh,
+            remedy=remedy or "the mesh has replaced it and goes on; a value lost with it says so when it is used",
+            rank=ranks[0],
         )
         if causes:
             report = [f"on {ranks_text([rank])} of {mesh}:\n{failure.traceback}" for rank, failure in causes.items()]
             lost_error.__cause__ = _remote(report)
         return lost_error
     if not causes and interrupted:
-        return MeshError(message("this call was interrupted, and has no results", where=mesh, remedy="call it again"))
+        return MeshError("this call was interrupted, and has no results", where=mesh, remedy="call it again")
     if not causes:
         return KeyboardInterrupt()  # on one rank alone, or on all launched ranks
     groups: dict[tuple[str, str], list[int]] = {}
@@ -225,7 +223,7 @@ def combine(
     who = ranks_text(groups[order[0]])
     if isinstance(error, SystemExit) and not error.code:  # raised here, it would end the program as if all were well
         problem = f"{who} called sys.exit({'' if error.code is None else repr(error.code)}) in a call of the mesh"
-        error = RemoteError(message(problem, where=mesh, remedy="return from the function, or raise an error"))
+        error = RemoteError(problem, where=mesh, remedy="return from the function, or raise an error")
     report = [f"on {who} of {mesh}:\n{first.traceback}"]
     for key in order[1:]:
         failure = causes[groups[key][0]]
@@ -235,12 +233,9 @@ def combine(
     if isinstance(error, SpmdError):
         error.args = tuple(name_cells(arg) if isinstance(arg, str) else arg for arg in error.args)
     error.__cause__ = _remote(report)
-    error.__suppress_context__ = True
-    if len(report) > 1 and hasattr(error, "add_note"):
-        error.add_note(f"[raised on {who}; other ranks failed in another way, see above]")
-    elif hasattr(error, "add_note"):
-        error.add_note(f"[raised on {who} of {mesh}]")
+    note = f" of {mesh}" if len(report) == 1 else "; other ranks failed in another way, see above"
+    add_note(error, f"[raised on {who}{note}]")
     for kind, text, note in _NOTES:
-        if kind in first.type_name and text in first.text and hasattr(error, "add_note"):
-            error.add_note(note)
+        if kind in first.type_name and text in first.text:
+            add_note(error, note)
     return shorten(error)

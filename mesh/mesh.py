@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from ..kernels.arguments import is_whole, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import is_whole
 from ..kernels.callsite import shows_only_users
 from ..kernels.communicator import Communicator
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError
 from . import running
 from .display import drawing, stacks, status
 from .driver.open_sessions import close_quietly
@@ -29,7 +30,7 @@ from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession
 from .region import current, planned_session
-from .replication.following import followed
+from .replication.messages import followed
 from .resizing import resize as resizing
 from .run_state import RunState
 from .spec import Layout
@@ -91,7 +92,7 @@ class Mesh:
         copies: int = 0,
     ):
         if current() is not None:
-            raise MeshError(message("a Mesh cannot be made inside a region", remedy="make it outside and use it here"))
+            raise MeshError("a Mesh cannot be made inside a region", remedy="make it outside and use it here")
         seed, timeout, grace = check_arguments(backend, device, threads, seed, timeout, on_loss, grace)
         launch = launch_of_process() if _here is None else None
         default_size = functools.partial(devices.default_size, device, backend)
@@ -166,11 +167,11 @@ class Mesh:
         """A rank's coordinates by axis name (this rank's own, on a rank)."""
         rank = self.rank if rank is None else rank
         if rank is None or not is_whole(rank) or rank not in range(self.size):
-            raise MeshError(message("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}"))
+            raise MeshError("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}")
         return self._layout.coords(int(rank))
 
     def __reduce__(self) -> Any:
-        raise MeshError(message("a Mesh cannot be pickled: it is processes", remedy="make one where you need it"))
+        raise MeshError("a Mesh cannot be pickled: it is processes", remedy="make one where you need it")
 
     def describe(self) -> str:
         """The mesh in one line."""
@@ -209,7 +210,7 @@ class Mesh:
         session = planned_session() or (None if self._rank_session is None else self.session)
         if session is None:
             problem = "mesh.comm was called in the driver, which is not a rank"
-            raise MeshError(message(problem, remedy="call it inside mesh.run"))
+            raise MeshError(problem, remedy="call it inside mesh.run")
         return followed(session.comm_among(ranks, axis), session.layout)
 
     device_mesh = property(running.device_mesh)
@@ -219,9 +220,9 @@ class Mesh:
     @property
     def session(self) -> RankSession:
         if self._rank_session is None:
-            raise MeshError(message("this needs a rank, and the driver is none", remedy="call it inside mesh.run"))
+            raise MeshError("this needs a rank, and the driver is none", remedy="call it inside mesh.run")
         if self._rank_session.closed:
-            raise MeshError(message("this mesh is closed", where=self.describe(), remedy="make a new Mesh"))
+            raise MeshError("this mesh is closed", where=self.describe(), remedy="make a new Mesh")
         return self._rank_session
 
     @property
@@ -278,7 +279,7 @@ class Mesh:
         """Refuse what only a driver can do."""
         if self._driver is None:
             problem = f"mesh.{what} is for the program that started the ranks"
-            raise MeshError(message(problem, where=self.describe(), remedy=remedy))
+            raise MeshError(problem, where=self.describe(), remedy=remedy)
 
     def __enter__(self) -> Mesh:
         if self._driver is not None:

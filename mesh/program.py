@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import version, versions
 from . import donation, trees
 from .agreement import path_in
@@ -24,7 +24,8 @@ from .ambient import Ambient, under
 from .array import Array
 from .batch import BatchSplit
 from .purity.captured import Captured
-from .purity.captured_state import CapturedState, warn_of_assigned
+from .purity.captured_state import CapturedState
+from .purity.entries import warn_of_changed
 from .purity.writes import Watched
 from .rank.session import RankSession
 from .region import (
@@ -54,11 +55,13 @@ class Program:
         body: called with the arguments' local parts.
         out_specs: prefix tree of P for the results.
         name: for messages.
+        instead: what a message says to do instead of writing to an argument.
     """
 
     body: Callable[..., Any]
     out_specs: Any
     name: str
+    instead: str = "a step must be pure: write x = x + y instead of x += y, or clone the input first"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class CompiledCall:
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
-        self._looked_at: set[Any] = set()
+        self._looked_at, self._differing = set[Any](), dict[Any, list[frozenset[str]]]()  # see `Region`
         self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and integers, seen so far
         self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
@@ -166,13 +169,13 @@ class CompiledCall:
             self._captured = Captured([self._program.body, *values], self._whole)
         copied = first and not session.launched
         captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
-        watched: Watched | None = None
         choices = self._new_choices(values) if self._has_values else []
-        if first or choices:
-            watched = self._watched(local)
+        watched = self._watched(local) if first or choices else None
+        if watched is not None:
             self._looked_at.clear()
         region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
         region.captured, region.updates = self._captured.trainable, [] if first else None
+        region.differing = self._differing
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:
@@ -194,9 +197,8 @@ class CompiledCall:
             self._captured.check(self._program.name, session.where())
             if captured_state is not None:
                 captured_state.check(self._program.name, self._program.body)
-            leaves, treedef = trees.flatten((args, kwargs))
-            if treedef == self._treedef:
-                warn_of_assigned(self._program.name, self._program.body, local, leaves, result, self._called)
+            its = self._program.name, self._program.body
+            warn_of_changed(*its, local, self._treedef, (args, kwargs), result, describe_path)
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
         donation.settle(values, local, outcome.leaves, donating=self._donating)
         return outcome
@@ -228,12 +230,10 @@ class CompiledCall:
                 cut = leaf.spec is not None and leaf.spec != its_spec
                 if cut and its_spec.entries:
                     raise SpecError(
-                        message(
-                            f"an argument of {self._program.name} came back with another spec than before",
-                            got=str(its_spec),
-                            expected=str(leaf.spec),
-                            remedy="declare the same specs at every call",
-                        )
+                        f"an argument of {self._program.name} came back with another spec than before",
+                        got=str(its_spec),
+                        expected=str(leaf.spec),
+                        remedy="declare the same specs at every call",
                     )
                 spec = its_spec if leaf.spec is None else leaf.spec
                 found.append((spec, spec.axes, cut, leaf.donated))
@@ -303,7 +303,7 @@ class CompiledCall:
                 )
             else:
                 continue
-            raise SpecError(message(problem, where=self._session.where(), remedy=remedy))
+            raise SpecError(problem, where=self._session.where(), remedy=remedy)
 
     def _watched(self, local: list[Any]) -> Watched:
         """What the body may not write to; watched at the first call of a signature, and when flags are new."""
@@ -319,13 +319,8 @@ class CompiledCall:
         return describe_path(path_in(self._treedef, index))
 
     def _refuse_write(self, index: int) -> NoReturn:
-        raise SpecError(
-            message(
-                f"{self._program.name} changed its input {self._called(index)} in place",
-                where=self._session.where(),
-                remedy="a step must be pure: write x = x + y instead of x += y, or clone the input first",
-            )
-        )
+        problem = f"{self._program.name} changed its input {self._called(index)} in place"
+        raise SpecError(problem, where=self._session.where(), remedy=self._program.instead)
 
 
 def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:

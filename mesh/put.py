@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.arguments import check_value, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import check_value
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import trees
 from .array import Array, meta
 from .driver.sending import put_message
@@ -40,10 +41,10 @@ def as_tensor(leaf: Any) -> Any:
         return leaf
     if np.ma.is_masked(leaf):
         problem = "a masked array would lose its mask, which torch's tensors have not"
-        raise SpecError(message(problem, got=f"shape {leaf.shape}", remedy="pass array.filled(value), and array.mask"))
+        raise SpecError(problem, got=f"shape {leaf.shape}", remedy="pass array.filled(value), and array.mask")
     if leaf.dtype in _EXTENDED:
         remedy = f"write array.astype({'complex' if leaf.dtype.kind == 'c' else 'float'})"
-        raise SpecError(message("torch has no dtype for a NumPy array", got=str(leaf.dtype), remedy=remedy))
+        raise SpecError("torch has no dtype for a NumPy array", got=str(leaf.dtype), remedy=remedy)
     if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides) or not leaf.dtype.isnative:
         leaf = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))  # torch takes none of these as they are
     return torch.from_numpy(leaf)
@@ -59,7 +60,7 @@ def check_specs(specs: Any, problem: str, expected: str) -> None:
     for one in trees.leaves(specs, is_leaf=is_spec):
         if one is not None and not isinstance(one, P):
             remedy = f"write P({one!r})" if isinstance(one, str) else "give a P, or a tree of them"
-            raise SpecError(message(problem, got=repr(one), expected=expected, remedy=remedy))
+            raise SpecError(problem, got=repr(one), expected=expected, remedy=remedy)
 
 
 def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
@@ -68,11 +69,9 @@ def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
         return trees.broadcast_prefix(specs, tree, is_leaf=is_spec)
     except ValueError:
         raise SpecError(
-            message(
-                f"{what} do not fit the arguments",
-                got=f"{specs!r} for {trees.shown(tree, is_leaf=is_array)}",
-                remedy="give a prefix of their tree",
-            )
+            f"{what} do not fit the arguments",
+            got=f"{specs!r} for {trees.shown(tree, is_leaf=is_array)}",
+            remedy="give a prefix of their tree",
         ) from None
 
 
@@ -125,6 +124,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
     """`put` with checked arguments; `compared` makes launched ranks compare what they give."""
     leaves, treedef = trees.flatten(tree, is_leaf=is_array)
     specs = specs_for(spec, tree, "the specs given to put")
+    places = trees.places(treedef)
     found: list[Any] = [None] * len(leaves)
     todo: list[tuple[int, torch.Tensor, P]] = []
     for index, (leaf, its_spec) in enumerate(zip(leaves, specs, strict=True)):
@@ -140,16 +140,13 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         if isinstance(leaf, int | float | complex | np.generic):
             leaf = number_or_tensor(leaf)
         leaf = as_tensor(leaf)
-        path = trees.paths(tree, is_leaf=is_array)[index]
-        where = f"put, leaf {path}" if path else "put"
+        where = f"put, leaf {places[index]}" if places[index] else "put"
         if not isinstance(leaf, torch.Tensor):
             raise SpecError(
-                message(
-                    "put got a leaf that is not a tensor",
-                    got=type(leaf).__name__,
-                    expected="a tensor, a NumPy array, a number or an Array",
-                    where=where,
-                )
+                "put got a leaf that is not a tensor",
+                got=type(leaf).__name__,
+                expected="a tensor, a NumPy array, a number or an Array",
+                where=where,
             )
         check_value(leaf, functools.partial(str, where), cut=bool(its_spec.entries))
         if compared:
@@ -161,7 +158,6 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         session, region = mesh.session, 0
         if compared and todo and session.launched and session.layout.size > 1 and current() is None:
             given = ((trees.keys_text(treedef), None), *(given_tensor(leaf) for _, leaf, _ in todo))
-            places = trees.paths(tree, is_leaf=is_array)
             _refuse_differing(mesh, given, [places[index] for index, _, _ in todo])
             region = session.regions
         tensors = [session.on_device(session.layout.take(leaf, its_spec, session.rank)) for _, leaf, its_spec in todo]
@@ -186,13 +182,11 @@ def _refuse_parts(leaf: torch.Tensor, where: str) -> None:
     if differs is not None:
         axes, why = differs
         raise SpecError(
-            message(
-                f"put takes a whole value, the same on all ranks, and what it got in a region may differ along "
-                f"{', '.join(axes)}: it {why}",
-                got=list(leaf.shape),
-                where=where,
-                remedy=f'return Sharded(x, P("{axes[0]}")) for what each rank has of its own',
-            )
+            f"put takes a whole value, the same on all ranks, and what it got in a region may differ along "
+            f"{', '.join(axes)}: it {why}",
+            got=list(leaf.shape),
+            where=where,
+            remedy=f'return Sharded(x, P("{axes[0]}")) for what each rank has of its own',
         )
 
 

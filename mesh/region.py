@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError
 from ..kernels.flat import storages
 from ..kernels.word_key import word_key
 from . import trees
@@ -49,8 +49,11 @@ class Region:
         alike: the axes along which all ranks were seeded the same.
         pure: the body may change nothing: it is an @spmd function.
         by_some: the body runs on some ranks only.
+        in_gradient: a function is being differentiated.
         within: the operator of torch's one of whose functions is running, "torch.cond" say, at a followed call.
         looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
+        differing: axes along which leaves that gradients were taken by differed at this signature's first call
+            (`transforms._arguments`).
         looks: how many functions this region has offered for such a check so far.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
         updates: the steps of optimizers, at the first call of a signature (see `is_dropped`); None at later ones.
@@ -68,8 +71,10 @@ class Region:
     captured: frozenset[int] = frozenset()
     pure: bool = False
     by_some: bool = False
+    in_gradient: bool = False
     within: str = ""
     looked_at: set[Any] = dataclasses.field(default_factory=set)
+    differing: dict[Any, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
     looks: int = 0
     updates: list[Update] | None = None
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -121,10 +126,8 @@ def require(what: str) -> Region:
     region = current()
     if region is None:
         raise MeshError(
-            message(
-                f"{what} was called outside a region, where no mesh axis has a meaning",
-                remedy="call it inside an @spmd function, or inside a function given to mesh.run",
-            )
+            f"{what} was called outside a region, where no mesh axis has a meaning",
+            remedy="call it inside an @spmd function, or inside a function given to mesh.run",
         )
     return region
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..kernels.arguments import check_value
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import trees
 from .ambient import Ambient
 from .array import Array
 from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
-from .put import as_tensor, is_array, put_on, specs_for
+from .put import as_tensor, put_on, specs_for
 from .spec import RAGGED, P
 
 
@@ -61,7 +61,7 @@ class Request:
         self.specs: list[P | None] = (
             [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         )
-        self._refuse_cut_numbers(one_for_all=isinstance(specs, P))
+        self._refuse_uncut(one_for_all=isinstance(specs, P))
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self._uneven: frozenset[int] = frozenset()
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
@@ -77,10 +77,10 @@ class Request:
 
     def where(self, index: int) -> str:
         """Which argument a leaf belongs to, for messages."""
-        return f"{describe_path(trees.paths(self._tree, is_leaf=is_array)[index])} of {self.name}"
+        return f"{describe_path(trees.places(self.treedef)[index])} of {self.name}"
 
-    def _refuse_cut_numbers(self, *, one_for_all: bool) -> None:
-        """Refuse a spec that would cut numbers, of which ranks have all; it may be a prefix for tensors beside them."""
+    def _refuse_uncut(self, *, one_for_all: bool) -> None:
+        """Refuse a spec that would cut what ranks have whole; it may be a prefix for tensors beside that."""
         args, kwargs = self._tree
         arguments = trees.broadcast_to((tuple(range(len(args))), {name: name for name in kwargs}), self.treedef)
         groups: dict[Any, list[int]] = {}
@@ -88,18 +88,20 @@ class Request:
             if spec is not None and spec.entries:
                 groups.setdefault((id(spec), None if one_for_all else arguments[index]), []).append(index)
         for group in groups.values():
-            if not any(isinstance(self.leaves[index], torch.Tensor | Array) for index in group):
-                for index in group:
-                    if isinstance(self.leaves[index], numbers.Number):
-                        raise SpecError(
-                            message(
-                                f"{self.where(index)} cannot be cut by {self.specs[index]}",
-                                got=repr(self.leaves[index]),
-                                expected="a tensor or an array",
-                                remedy="write None for numbers, which every rank has alike; make a tensor of those "
-                                "that each rank is to have a part of",
-                            )
-                        )
+            given = [index for index in group if self.leaves[index] is not None]
+            if given and not any(isinstance(self.leaves[index], torch.Tensor | Array) for index in given):
+                self._refuse_cut(given[0])
+
+    def _refuse_cut(self, index: int) -> NoReturn:
+        leaf = self.leaves[index]
+        if isinstance(leaf, numbers.Number):
+            got, kind, make = repr(leaf), "numbers", "make a tensor of those that each rank is to have a part of"
+        else:
+            got, kind = f"a {type(leaf).__name__}", "what is no tensor"
+            make = "make a tensor of what is to be cut, or a dataclass of tensors of an object that holds them"
+        remedy = f"write None for {kind}, which every rank has {'alike' if kind == 'numbers' else 'whole'}; {make}"
+        problem = f"{self.where(index)} cannot be cut by {self.specs[index]}"
+        raise SpecError(problem, got=got, expected="a tensor or an array", remedy=remedy)
 
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
         """For each leaf whether it belongs to one of these arguments."""
@@ -115,12 +117,10 @@ class Request:
         axes = self.mesh.layout.names
         if argument.axis not in axes:
             raise SpecError(
-                message(
-                    f"data_parallel splits the batch of {self.name} over an axis that the mesh does not have",
-                    got=repr(argument.axis),
-                    expected=f"one of {axes}",
-                    remedy=f"write @data_parallel(axis={axes[0]!r}), or name an axis of the mesh {argument.axis!r}",
-                )
+                f"data_parallel splits the batch of {self.name} over an axis that the mesh does not have",
+                got=repr(argument.axis),
+                expected=f"one of {axes}",
+                remedy=f"write @data_parallel(axis={axes[0]!r}), or name an axis of the mesh {argument.axis!r}",
             )
         lengths: dict[int, int] = {}
         key = argument.key(len(self._tree[0]))
@@ -132,10 +132,8 @@ class Request:
             shape = leaf.hint().shape if isinstance(leaf, Array) else leaf.shape
             if not shape:
                 raise SpecError(
-                    message(
-                        f"{self.where(index)} is part of the batch but has no dimension to split",
-                        remedy="pass scalars in another argument",
-                    )
+                    f"{self.where(index)} is part of the batch but has no dimension to split",
+                    remedy="pass scalars in another argument",
                 )
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
@@ -150,13 +148,11 @@ class Request:
         batch = self._argument(key)
         if not lengths:
             raise SpecError(
-                message(
-                    f"the batch of {self.name} has no tensor to split",
-                    got=trees.shown(batch) if trees.leaves(batch) != [batch] else f"a {type(batch).__name__}",
-                    expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
-                    "torch.utils._pytree",
-                    remedy="pass its tensors in a dict, and of a loader one batch at a time: for batch in loader",
-                )
+                f"the batch of {self.name} has no tensor to split",
+                got=trees.shown(batch) if trees.leaves(batch) != [batch] else f"a {type(batch).__name__}",
+                expected="tensors or arrays in dicts, lists, tuples, dataclasses, mappings, or in classes known to "
+                "torch.utils._pytree",
+                remedy="pass its tensors in a dict, and of a loader one batch at a time: for batch in loader",
             )
         self._uneven = frozenset(lengths)
         self._check_order(argument.axis, lengths)
@@ -175,12 +171,10 @@ class Request:
         if not strided or not whole:
             return
         raise SpecError(
-            message(
-                f"{self.where(whole[0])} is whole, and beside it in the batch a Loader has dealt "
-                f"{self.where(strided[0])}: their rows would be of different samples on a rank",
-                expected="all of a batch dealt in one way",
-                remedy="give it to the Loader's dataset, Loader({'x': x, 'w': w}, ...), or make it in the step",
-            )
+            f"{self.where(whole[0])} is whole, and beside it in the batch a Loader has dealt "
+            f"{self.where(strided[0])}: their rows would be of different samples on a rank",
+            expected="all of a batch dealt in one way",
+            remedy="give it to the Loader's dataset, Loader({'x': x, 'w': w}, ...), or make it in the step",
         )
 
     def _check_strided(self, index: int, shards: int | None, cut: bool) -> None:
@@ -196,9 +190,7 @@ class Request:
         else:
             return
         raise SpecError(
-            message(
-                f"{self.where(index)} was not dealt as data_parallel(shards={shards}) runs it", got=got, remedy=remedy
-            )
+            f"{self.where(index)} was not dealt as data_parallel(shards={shards}) runs it", got=got, remedy=remedy
         )
 
     def _check(self, index: int) -> None:
@@ -227,7 +219,7 @@ class Request:
             "value moves with put(array.full(), mesh=...)"
         )
         problem = f"{self.where(index)} is on another mesh{', which is closed' if its.closed else ''}"
-        raise SpecError(message(problem, got=its.describe(), expected=self.mesh.describe(), remedy=remedy))
+        raise SpecError(problem, got=its.describe(), expected=self.mesh.describe(), remedy=remedy)
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
         self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))

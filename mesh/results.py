@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import arrived, check_value
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import agreement, trees
 from .agreement import OutputMeta, called, path_in
 from .array import Array
@@ -235,48 +235,40 @@ class Results:
             specs = trees.broadcast_to(self._out_specs, treedef, is_leaf=is_spec)
         except ValueError:
             raise SpecError(
-                message(
-                    f"out_specs of {self._name} do not fit what it returned",
-                    got=f"{self._out_specs!r} for {trees.shown(result)}",
-                    expected="a prefix of the result's tree",
-                    remedy="give one P for all results, or one per result",
-                )
+                f"out_specs of {self._name} do not fit what it returned",
+                got=f"{self._out_specs!r} for {trees.shown(result)}",
+                expected="a prefix of the result's tree",
+                remedy="give one P for all results, or one per result",
             ) from None
         return treedef, [spec if own is None else own for own, spec in zip(declared, specs, strict=True)]
 
     def _refuse_averaged(self, treedef: Any, index: int, spec: P) -> None:
         axes = ", ".join(map(repr, sorted(spec.axes)))
         raise SpecError(
-            message(
-                f"{called(treedef, index, self._name)} is aux of a gradient, which is averaged over the ranks, and "
-                f"cannot be cut over {axes}",
-                got=str(spec),
-                where=self._session.where(),
-                remedy=f"return Sharded(value, {spec}) as aux for what each rank has of its own",
-            )
+            f"{called(treedef, index, self._name)} is aux of a gradient, which is averaged over the ranks, and "
+            f"cannot be cut over {axes}",
+            got=str(spec),
+            where=self._session.where(),
+            remedy=f"return Sharded(value, {spec}) as aux for what each rank has of its own",
         )
 
     def _refuse_unfit(self, treedef: Any, index: int, leaf: Any) -> None:
         """Refuse what is no value: functions, iterators and coroutines, and modules, which would arrive as copies."""
         if isinstance(leaf, types.FunctionType | types.MethodType | Iterator | types.CoroutineType | torch.nn.Module):
             raise SpecError(
-                message(
-                    f"{called(treedef, index, self._name)} is no value",
-                    got=type(leaf).__name__,
-                    expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
-                    where=self._session.where(),
-                    remedy="return list(...) of what yields, a module's parameters instead of it, and call functions",
-                )
+                f"{called(treedef, index, self._name)} is no value",
+                got=type(leaf).__name__,
+                expected="tensors, numbers, strings or None, in dicts, lists, tuples or dataclasses",
+                where=self._session.where(),
+                remedy="return list(...) of what yields, a module's parameters instead of it, and call functions",
             )
 
     def _check_result(self, treedef: Any, index: int, leaf: torch.Tensor, spec: P) -> None:
         self._session.layout.check(spec, where=f"out_specs of {self._name}")
         if len(spec.entries) > leaf.dim():
             raise SpecError(
-                message(
-                    f"{called(treedef, index, self._name)} has fewer dimensions than its spec",
-                    got=f"shape {tuple(leaf.shape)} with {spec}",
-                    where=self._session.where(),
-                    remedy="reshape it, or give it a shorter spec",
-                )
+                f"{called(treedef, index, self._name)} has fewer dimensions than its spec",
+                got=f"shape {tuple(leaf.shape)} with {spec}",
+                where=self._session.where(),
+                remedy="reshape it, or give it a shorter spec",
             )

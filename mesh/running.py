@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import MeshError, PeerLost, message
+from ..kernels.errors import MeshError, PeerLost
 from . import protocol, wire
 from .ambient import Ambient, ambient, under
 from .display.notebook import shorten
@@ -64,12 +66,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
     driver, names = self.driver, [one if isinstance(one, str) else one.__name__ for one in modules]
     driver.ready()
     done = driver.shipped.modules.reload(names)
-    make = functools.partial(protocol.ReloadModules, names=(*names, *done))
-    lists = driver.wait(driver.submit(make, region=True, reported=True)).values()
-    with driver.lock:
-        driver.shipped.read_anew()
-        driver.calls.clear()
-    return list(dict.fromkeys([*done, *(name for names in lists for name in names)]))
+    return list(dict.fromkeys([*done, *driver.shipped.reload_there((*names, *done))]))
 
 
 @shows_only_users
@@ -110,11 +107,14 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 
 @shows_only_users
 def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
-    """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives."""
+    """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives.
+
+    Its callbacks run on a thread of their own, where they may use the mesh.
+    """
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = self.layout
     (chosen,) = _checked(self, [rank])
-    future: Future = Future()
+    future: Future = _Running()
     future.set_running_or_notify_cancel()
     if self.is_driver:
         make, content = _message(self.driver, fn, args)
@@ -126,6 +126,42 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+@functools.cache
+def _callbacks() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "spmd-callbacks")
+
+
+os.register_at_fork(after_in_child=_callbacks.cache_clear)  # its thread does not exist there
+
+
+class _Running(Future):
+    """A future whose callbacks are called by a thread for all callbacks.
+
+    It gets its result by a thread that holds a lock of the mesh's: a callback that waits there, for a lock of the
+    program's for instance, would stop the mesh for good.
+    """
+
+    def add_done_callback(self, fn: Callable[[Future], object]) -> None:
+        if self.done():  # then it is called at once, by this thread
+            super().add_done_callback(fn)
+            return
+
+        def start(future: Future) -> None:
+            try:
+                _callbacks().submit(_call_back, fn, future)
+            except RuntimeError:  # the program ends, and starts no thread any more
+                _call_back(fn, future)
+
+        super().add_done_callback(start)
+
+
+def _call_back(fn: Callable[[Future], object], future: Future) -> None:
+    try:
+        fn(future)
+    except Exception:  # as `concurrent.futures` does
+        logging.getLogger("concurrent.futures").exception("exception calling callback for %r", future)
 
 
 def _message(
@@ -157,10 +193,10 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
     region = current()
     if region is not None and region.session.is_apart:
         problem = "mesh.run and mesh.submit were called by a method of a remote object"
-        raise MeshError(message(problem, remedy="call objects on the other ranks, or the function directly"))
+        raise MeshError(problem, remedy="call objects on the other ranks, or the function directly")
     if region is not None:
         raise MeshError(
-            message("mesh.run and mesh.submit were called inside a region", remedy="call the function directly there")
+            "mesh.run and mesh.submit were called inside a region", remedy="call the function directly there"
         )
     return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
 
@@ -168,7 +204,7 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
     """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
     if not callable(cls):
-        raise MeshError(message("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class"))
+        raise MeshError("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class")
     rank = checked_rank(rank, self.size)
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
@@ -177,7 +213,7 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
         sources.update(typed_sources(function))
     if restore and not self.is_driver:
         raise MeshError(
-            message("restore=True is for objects that the driver makes", remedy="make it there, and pass its handle")
+            "restore=True is for objects that the driver makes", remedy="make it there, and pass its handle"
         )
     try:
         return _made(self, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
@@ -207,10 +243,8 @@ def _node(mesh: MeshView) -> Node:
     node = mesh.session.node
     if node is None:
         raise MeshError(
-            message(
-                "mesh.remote needs a driver, and these ranks were started by a launcher",
-                where=mesh.describe(),
-                remedy="start the program without a launcher; its process then drives the ranks, and objects on them",
-            )
+            "mesh.remote needs a driver, and these ranks were started by a launcher",
+            where=mesh.describe(),
+            remedy="start the program without a launcher; its process then drives the ranks, and objects on them",
         )
     return node

@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import strides
 from .strides import frozen_as
 from .trees import NAMESPACE
@@ -52,7 +52,7 @@ class P:
                 normal.append(entry)
             else:
                 expected, remedy = "None, an axis name or a tuple of axis names", 'write for instance P("data", None)'
-                raise SpecError(message("P got an unexpected entry", expected=expected, got=repr(entry), remedy=remedy))
+                raise SpecError("P got an unexpected entry", expected=expected, got=repr(entry), remedy=remedy)
         while normal and normal[-1] is None:
             normal.pop()
         object.__setattr__(self, "entries", tuple(normal))
@@ -60,7 +60,7 @@ class P:
         for name in names:
             if names.count(name) > 1:
                 raise SpecError(
-                    message(f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only")
+                    f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only"
                 )
         object.__setattr__(self, "axes", frozenset(names))
         object.__setattr__(self, "_hash", hash(self.entries))
@@ -107,9 +107,9 @@ class Sharded:
 
     def __init__(self, local: Any, spec: P):
         if not isinstance(spec, P):
-            raise SpecError(message("Sharded got a bad spec", got=repr(spec), expected="P(...)"))
+            raise SpecError("Sharded got a bad spec", got=repr(spec), expected="P(...)")
         if isinstance(local, Sharded):
-            raise SpecError(message("Sharded got a Sharded", remedy="take its .local, or leave it as it is"))
+            raise SpecError("Sharded got a Sharded", remedy="take its .local, or leave it as it is")
         self.local, self.spec = local, spec
 
     def __repr__(self) -> str:
@@ -229,13 +229,11 @@ class Layout:
         for name in spec.axes:
             if name not in self.axes:
                 raise SpecError(
-                    message(
-                        f"{spec} names an axis that the mesh does not have",
-                        got=repr(name),
-                        expected=f"one of {self.names}",
-                        where=where,
-                        remedy="name an axis of the mesh, or make the mesh with it",
-                    )
+                    f"{spec} names an axis that the mesh does not have",
+                    got=repr(name),
+                    expected=f"one of {self.names}",
+                    where=where,
+                    remedy="name an axis of the mesh, or make the mesh with it",
                 )
 
     def check_shape(self, shape: tuple[int, ...], spec: P, *, uneven: bool = False, where: str = "") -> None:
@@ -243,25 +241,21 @@ class Layout:
         self.check(spec, where=where)
         if len(spec.entries) > len(shape):
             raise SpecError(
-                message(
-                    f"{spec} has more entries than the tensor has dimensions",
-                    got=f"shape {tuple(shape)}",
-                    expected=f"at least {len(spec.entries)} dimensions",
-                    where=where,
-                    remedy="give one entry per dimension, or P() for a value that is not cut",
-                )
+                f"{spec} has more entries than the tensor has dimensions",
+                got=f"shape {tuple(shape)}",
+                expected=f"at least {len(spec.entries)} dimensions",
+                where=where,
+                remedy="give one entry per dimension, or P() for a value that is not cut",
             )
         for dim in range(len(spec.entries)):
             parts = self.parts(spec.dim_axes(dim))
             if shape[dim] % parts and not uneven:
                 raise SpecError(
-                    message(
-                        f"dimension {dim} of size {shape[dim]} is not divisible by "
-                        f"axis {'x'.join(spec.dim_axes(dim))} of size {parts}",
-                        got=f"shape {tuple(shape)} with {spec}",
-                        where=where,
-                        remedy="pad or drop the rest, or pass it as the batch of data_parallel, which may be uneven",
-                    )
+                    f"dimension {dim} of size {shape[dim]} is not divisible by "
+                    f"axis {'x'.join(spec.dim_axes(dim))} of size {parts}",
+                    got=f"shape {tuple(shape)} with {spec}",
+                    where=where,
+                    remedy="pad or drop the rest, or pass it as the batch of data_parallel, which may be uneven",
                 )
 
     def slices(self, shape: tuple[int, ...], spec: P, rank: int) -> tuple[slice, ...]:

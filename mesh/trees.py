@@ -165,6 +165,19 @@ def paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     return [accessor.codify("") for accessor in accessors]
 
 
+def places(treedef: optree.PyTreeSpec) -> list[str]:
+    """As `paths`, for a structure; found once, since a call with many leaves may ask for each of them."""
+    try:
+        return _places(treedef)
+    except TypeError:  # the data of a user's own node class may not be hashable
+        return _places.__wrapped__(treedef)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(treedef: optree.PyTreeSpec) -> list[str]:
+    return [accessor.codify("") for accessor in treedef.accessors()]
+
+
 def keys_text(treedef: optree.PyTreeSpec) -> str:
     """Where the leaves are in a tree, for messages and for ranks to compare; `''` for a bare leaf.
 

@@ -121,6 +121,8 @@ else:
         _gc.disable()
         try:
             found = globals()[name] = getattr(_importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+        except AttributeError as error:  # which `from spmd import` would take for a name that spmd does not have
+            raise ImportError(f"spmd.{name} cannot be imported: {error}") from error
         finally:
             if collects:
                 _gc.enable()

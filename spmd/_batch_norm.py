@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ._copied_modules import copied
-from .kernels.errors import SpecError, message
+from .kernels.errors import SpecError
 from .mesh.region import current, planned_session
 from .transforms import current_plan, psum
 
@@ -72,12 +72,10 @@ def _batch_norm(
     total = _summed(wide.sum(dims), axes)
     if planned_session() is None and not torch.compiler.is_compiling() and count <= 1:
         raise SpecError(
-            message(
-                "a batch norm in training got no more than one value of each channel in the whole batch",
-                got=f"this rank's part {tuple(x.shape)}",
-                expected="at least two, or there is no variance",
-                remedy="give it larger batches: Loader(drop_last=True) leaves a short last one out",
-            )
+            "a batch norm in training got no more than one value of each channel in the whole batch",
+            got=f"this rank's part {tuple(x.shape)}",
+            expected="at least two, or there is no variance",
+            remedy="give it larger batches: Loader(drop_last=True) leaves a short last one out",
         )
     mean = total / count
     shape = [1, -1] + [1] * (x.dim() - 2)
@@ -111,11 +109,9 @@ def _own_forward(norm: nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = type(norm).forward(norm, *args, **kwargs)
     if norm.training and not mode.was_called:
         raise SpecError(
-            message(
-                "functional_with_buffers(sync=True) does not know how a norm looks at its batch",
-                got=f"a {type(norm).__name__}, whose forward calls no F.batch_norm",
-                remedy="write it with F.batch_norm or super().forward, or take the module with sync=False",
-            )
+            "functional_with_buffers(sync=True) does not know how a norm looks at its batch",
+            got=f"a {type(norm).__name__}, whose forward calls no F.batch_norm",
+            remedy="write it with F.batch_norm or super().forward, or take the module with sync=False",
         )
     return out
 
@@ -148,10 +144,8 @@ def _axes() -> tuple[str, ...]:
     axes = tuple(current_plan().samples)
     if not axes:
         raise SpecError(
-            message(
-                "functional_with_buffers(sync=True) knows of no batch that is split over ranks here",
-                remedy="call it in a step under data_parallel, or take the module with sync=False",
-            )
+            "functional_with_buffers(sync=True) knows of no batch that is split over ranks here",
+            remedy="call it in a step under data_parallel, or take the module with sync=False",
         )
     return axes
 

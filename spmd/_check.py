@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from ._spmd import Spmd, spmd
-from .kernels.arguments import check_function
-from .kernels.errors import SpecError, message
+from .kernels.arguments import check_function, is_whole
+from .kernels.errors import SpecError
 from .kernels.torch_private import FakeTensors, PretendedNumbers
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
@@ -70,10 +70,10 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     """
     if not isinstance(axes, Mapping):
         got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
-        raise SpecError(message("check takes the axes of a mesh", got=got, expected="a dict of sizes", remedy=remedy))
+        raise SpecError("check takes the axes of a mesh", got=got, expected="a dict of sizes", remedy=remedy)
     for name, size in axes.items():
-        if not isinstance(size, int) or size < 1:
-            raise SpecError(message("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1"))
+        if not is_whole(size) or size < 1:
+            raise SpecError("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1")
     check_function("check", step, "check(step, axes, *args)")
     wrapped: Spmd = step if isinstance(step, Spmd) else spmd(step)
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))
@@ -87,7 +87,7 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
         if last.treedef != first.treedef:
             got = f"{first.treedef} and {last.treedef}"
             raise SpecError(
-                message(f"{wrapped.program.name} returns other trees on other ranks", got=got, where=mesh.describe())
+                f"{wrapped.program.name} returns other trees on other ranks", got=got, where=mesh.describe()
             )
         shapes.append([about.shape for about in last.metas])
     results = [
@@ -121,7 +121,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
         outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
     for index, about in enumerate(outcome.metas):
         what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
-        refuse_varying(mesh.layout, about, what, mesh.describe())
+        refuse_varying(about, what, mesh.describe())
     return outcome
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels.errors import SpmdError, message
+from .kernels.errors import SpmdError
 from .mesh.rank.references import content_of
 
 
@@ -24,24 +24,26 @@ def skeleton_of(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensors in emptied:
         for tensor in tensors.values():
-            replica = torch.empty_like(tensor.detach(), device="meta")
+            if tensor.layout is torch.strided:
+                replica = torch.empty_like(tensor.detach(), device="meta")
+            else:  # torch can't pickle a sparse one without memory
+                replica = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             memo[id(tensor)] = (
                 nn.Parameter(replica, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else replica
             )
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            # Left by a forward pass, for instance by weight norm: deepcopy refuses a tensor with a history.
-            if isinstance(value, Tensor) and value.grad_fn is not None and id(value) not in memo:
-                memo[id(value)] = value.detach().clone()
+    for value in (*(value for submodule in module.modules() for value in vars(submodule).values()), *module.buffers()):
+        # deepcopy refuses a tensor with a history (left by a forward pass, for instance by weight norm), and one in a
+        # compressed layout.
+        refused = isinstance(value, Tensor) and (value.grad_fn is not None or value.layout in _COMPRESSED)
+        if refused and id(value) not in memo:
+            memo[id(value)] = value.detach().clone()
     try:
         return copied(module, memo)
     except Exception as error:
         raise SpmdError(
-            message(
-                f"functional cannot copy the module {type(module).__name__}",
-                got=f"{type(error).__name__}: {error}",
-                remedy="keep open files, locks and tensors with a history out of its attributes",
-            )
+            f"functional cannot copy the module {type(module).__name__}",
+            got=f"{type(error).__name__}: {error}",
+            remedy="keep open files, locks and tensors with a history out of its attributes",
         ) from error
 
 
@@ -109,6 +111,8 @@ class _Referring:
     def __contains__(self, obj: Any) -> bool:
         return id(obj) in self._ids
 
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 # What can hold a function; nothing else is looked into.
 _HOLDERS = (types.FunctionType, types.CellType, types.MethodType, functools.partial, dict, list, tuple, set)

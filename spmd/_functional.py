@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
-from ._compiled_modules import compile_parts, compiled_parts
 from ._copied_modules import copied, duplicate, skeleton_of
 from ._functional_checks import (
     Lent,
@@ -29,7 +28,7 @@ from ._functional_checks import (
     warn_of_training,
 )
 from .kernels import torch_compiled, torch_private
-from .kernels.errors import SpecError, message, no_attribute
+from .kernels.errors import SpecError, no_attribute
 from .mesh.array import Array
 from .mesh.purity.captured_state import CapturedState
 from .mesh.region import current, note_carry
@@ -64,7 +63,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     """
     check_module(module)
     skeleton = skeleton_of(module, dict(module.named_parameters()))
-    return Apply(skeleton, compiled_parts(module), Origin(module)), _values(module)
+    return Apply(skeleton, torch_compiled.compiled_parts(module), Origin(module)), _values(module)
 
 
 def functional_with_buffers(
@@ -99,7 +98,7 @@ def functional_with_buffers(
         module = synced(module)
     buffers = dict(module.named_buffers())
     skeleton = skeleton_of(module, dict(module.named_parameters()), buffers)
-    apply = ApplyWithBuffers(skeleton, compiled_parts(module), origin)
+    apply = ApplyWithBuffers(skeleton, torch_compiled.compiled_parts(module), origin)
     return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
 
@@ -172,7 +171,7 @@ class Apply:
             memo[id(replica)] = nn.Parameter(_fetched(params[name]), requires_grad=replica.requires_grad)
         for name, value in (buffers or {}).items():
             memo[id(constants[name])] = _fetched(value)
-        return compile_parts(copied(self.skeleton, memo), self._compiled)
+        return torch_compiled.compile_parts(copied(self.skeleton, memo), self._compiled)
 
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The `state_dict` of the module with these parameters, tied names included."""
@@ -189,7 +188,7 @@ class Apply:
         """
         if not isinstance(state_dict, Mapping):
             got, expected = type(state_dict).__name__, "what a module's state_dict() gives"
-            raise SpecError(message("apply.params got no state_dict", got=got, expected=expected))
+            raise SpecError("apply.params got no state_dict", got=got, expected=expected)
         own = dict(self.skeleton.named_parameters())
         check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
         return {
@@ -207,7 +206,7 @@ class Apply:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(compile_parts(duplicate(self.skeleton), self._compiled))
+            runner = _Runner(torch_compiled.compile_parts(duplicate(self.skeleton), self._compiled))
         compiling = torch.compiler.is_compiling()
         looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:

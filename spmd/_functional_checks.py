@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .kernels.callsite import warn
-from .kernels.errors import SpecError, SpmdError, message
+from .kernels.errors import SpecError, SpmdError
+from .kernels.flat import strided_parts
 from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func
 from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
@@ -22,70 +23,56 @@ def check_module(module: Any, *, sync: bool = False) -> None:
     if not isinstance(module, nn.Module):
         hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
         raise SpecError(
-            message(
-                "functional got an unexpected type for argument 'module'",
-                expected="a torch.nn.Module",
-                got=repr(module) if isinstance(module, type) else type(module).__name__,
-                remedy=hint,
-            )
+            "functional got an unexpected type for argument 'module'",
+            expected="a torch.nn.Module",
+            got=repr(module) if isinstance(module, type) else type(module).__name__,
+            remedy=hint,
         )
     if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
         raise SpmdError(
-            message("functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script")
+            "functional cannot empty a scripted module", remedy="pass the module from before torch.jit.script"
         )
     for name, submodule in module.named_modules():
         max_norm = getattr(submodule, "max_norm", None)
         if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and max_norm is not None:
             weight = f"{name}.weight" if name else "weight"
             raise SpecError(
-                message(
-                    f"functional got {name!r}, an embedding that shrinks its weights in place in each forward pass",
-                    got=f"max_norm={max_norm}",
-                    remedy="make it without max_norm, and begin the step with params = {**params, "
-                    f"{weight!r}: torch.renorm(params[{weight!r}], {submodule.norm_type}, 0, {max_norm})}}",
-                )
+                f"functional got {name!r}, an embedding that shrinks its weights in place in each forward pass",
+                got=f"max_norm={max_norm}",
+                remedy="make it without max_norm, and begin the step with params = {**params, "
+                f"{weight!r}: torch.renorm(params[{weight!r}], {submodule.norm_type}, 0, {max_norm})}}",
             )
         if isinstance(submodule, nn.SyncBatchNorm) and submodule.training and not sync:
             raise SpecError(
-                message(
-                    f"functional got {name!r}, a SyncBatchNorm, which would take each rank's own statistics here",
-                    remedy="apply, params, buffers = functional_with_buffers(model, sync=True)",
-                )
+                f"functional got {name!r}, a SyncBatchNorm, which would take each rank's own statistics here",
+                remedy="apply, params, buffers = functional_with_buffers(model, sync=True)",
             )
     if planned_session() is not None and any(True for _ in module.buffers()):
         # Copying a fake tensor's storage corrupts memory in torch.
         raise SpecError(
-            message(
-                "functional was called on a module with buffers in a step that is only checked",
-                got=type(module).__name__,
-                remedy="call functional(model) before the step, and pass it the parameters",
-            )
+            "functional was called on a module with buffers in a step that is only checked",
+            got=type(module).__name__,
+            remedy="call functional(model) before the step, and pass it the parameters",
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise SpecError(
-                message(
-                    f"functional got a module whose {name!r} is not initialised yet",
-                    remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
-                )
+                f"functional got a module whose {name!r} is not initialised yet",
+                remedy="run the module once on a sample batch, so that its lazy layers learn their shapes",
             )
         if has_hooks(tensor):
             raise SpecError(
-                message(
-                    f"functional got a module whose {name!r} has a hook for its gradient, which would never be called",
-                    remedy=f"remove it, and change the gradient in the step: grads[{name!r}] = grads[{name!r}] * mask",
-                )
+                f"functional got a module whose {name!r} has a hook for its gradient, which would never be called",
+                remedy=f"remove it, and change the gradient in the step: grads[{name!r}] = grads[{name!r}] * mask",
             )
 
 
 def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
     if not isinstance(given, Mapping):
         raise SpecError(
-            message(
-                f"apply got an unexpected type for argument {argument!r}",
-                expected=f"a dictionary with the {len(expected)} names that functional returned",
-                got=type(given).__name__,
-            )
+            f"apply got an unexpected type for argument {argument!r}",
+            expected=f"a dictionary with the {len(expected)} names that functional returned",
+            got=type(given).__name__,
         )
     if given.keys() == expected.keys():
         return
@@ -93,11 +80,9 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
     extra = [name for name in given if name not in expected]
     problem = f"misses {missing[0]!r}" if missing else f"has an unexpected {extra[0]!r}"
     raise SpecError(
-        message(
-            f"argument {argument!r} of apply {problem}",
-            got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
-            remedy="pass the dictionary that functional returned, with every value under its own name",
-        )
+        f"argument {argument!r} of apply {problem}",
+        got=f"{len(missing)} missing: {missing[:5]}, {len(extra)} unexpected: {extra[:5]}",
+        remedy="pass the dictionary that functional returned, with every value under its own name",
     )
 
 
@@ -123,23 +108,19 @@ class Lent(DispatchMode):
         for tensor in tensors_in([*args, *kwargs.values()]):
             if id(tensor) in self._old:
                 raise SpecError(
-                    message(
-                        f"{type(self._skeleton).__name__} computes with a parameter of the module that functional was "
-                        "given, and not with its value in params",
-                        got=f"{self._old[id(tensor)]!r}, perhaps of a global variable",
-                        remedy="have hooks and functions read it from the module that they are given, or capture it "
-                        "as a local variable",
-                    )
+                    f"{type(self._skeleton).__name__} computes with a parameter of the module that functional was "
+                    "given, and not with its value in params",
+                    got=f"{self._old[id(tensor)]!r}, perhaps of a global variable",
+                    remedy="have hooks and functions read it from the module that they are given, or capture it "
+                    "as a local variable",
                 )
             if id(tensor) in self._emptied:
                 raise SpecError(
-                    message(
-                        f"{type(self._skeleton).__name__} computes with a parameter that it keeps outside of its "
-                        "place, such as in a list or a function, where functional can't give it another value",
-                        got=repr(self._emptied[id(tensor)]),
-                        remedy="let forward read it from its module, as in self.layer.weight; parameters without a "
-                        "module belong in nn.ParameterList or nn.ParameterDict",
-                    )
+                    f"{type(self._skeleton).__name__} computes with a parameter that it keeps outside of its "
+                    "place, such as in a list or a function, where functional can't give it another value",
+                    got=repr(self._emptied[id(tensor)]),
+                    remedy="let forward read it from its module, as in self.layer.weight; parameters without a "
+                    "module belong in nn.ParameterList or nn.ParameterDict",
                 )
         return func(*args, **kwargs)
 
@@ -174,11 +155,9 @@ def warn_of_training(skeleton: nn.Module) -> None:
     if _others_warn():
         return
     warn(
-        message(
-            f"apply of {type(skeleton).__name__} is in training mode (dropout, batch norm), as its module was when "
-            "functional was called, and the module is in evaluation mode now",
-            remedy="predict, _ = functional(model.eval()) for evaluation, with the same params",
-        )
+        f"apply of {type(skeleton).__name__} is in training mode (dropout, batch norm), as its module was when "
+        "functional was called, and the module is in evaluation mode now",
+        remedy="predict, _ = functional(model.eval()) for evaluation, with the same params",
     )
 
 
@@ -197,14 +176,12 @@ def warn_of_frozen(skeleton: nn.Module, params: Mapping[str, torch.Tensor]) -> N
         if names:
             first = [name for name in params if name in names][:3]
             warn(
-                message(
-                    f"params given to apply of {type(skeleton).__name__} are {are}, and were {were} in its module when "
-                    "functional was called",
-                    got=f"{', '.join(map(repr, first))}{', ...' if len(names) > 3 else ''}",
-                    remedy="params = apply.params(fetch(params)) are frozen as the module was, and opt_state = "
-                    "opt.init(params) begins anew; or leave all trainable, and give those that are to stay for a while "
-                    "gradients of None (docs/how_to.md)",
-                )
+                f"params given to apply of {type(skeleton).__name__} are {are}, and were {were} in its module when "
+                "functional was called",
+                got=f"{', '.join(map(repr, first))}{', ...' if len(names) > 3 else ''}",
+                remedy="params = apply.params(fetch(params)) are frozen as the module was, and opt_state = "
+                "opt.init(params) begins anew; or leave all trainable, and give those that are to stay for a while "
+                "gradients of None (docs/how_to.md)",
             )
 
 
@@ -219,7 +196,7 @@ def warn_of_kept(skeleton: nn.Module, kept: CapturedState) -> None:
     change = None if _others_warn() or planned_session() is not None or in_torch_func() else kept.first_change()
     if change is not None:
         problem = f"{type(skeleton).__name__} changes what it keeps, which its apply drops: the module stays as it is"
-        warn(message(problem, got=change[0], remedy=change[1]))
+        warn(problem, got=change[0], remedy=change[1])
 
 
 def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) -> bool:
@@ -229,16 +206,17 @@ def warn_of_dropped(skeleton: nn.Module, buffers: Mapping[str, torch.Tensor]) ->
     changed = [name for name, before in skeleton.named_buffers() if not _are_equal(before, buffers[name])]
     if changed:
         warn(
-            message(
-                f"apply of {type(skeleton).__name__} drops what its module makes of its buffers in training, and the "
-                "trained module will have those of its start",
-                got=f"{', '.join(map(repr, changed[:3]))}{', ...' if len(changed) > 3 else ''}",
-                remedy="apply, params, buffers = functional_with_buffers(model), whose apply returns the new ones; "
-                "or, if these are to stay, functional(model.eval()), or BatchNorm2d(..., track_running_stats=False)",
-            )
+            f"apply of {type(skeleton).__name__} drops what its module makes of its buffers in training, and the "
+            "trained module will have those of its start",
+            got=f"{', '.join(map(repr, changed[:3]))}{', ...' if len(changed) > 3 else ''}",
+            remedy="apply, params, buffers = functional_with_buffers(model), whose apply returns the new ones; "
+            "or, if these are to stay, functional(model.eval()), or BatchNorm2d(..., track_running_stats=False)",
         )
     return bool(changed)
 
 
 def _are_equal(before: torch.Tensor, after: Any) -> bool:
-    return isinstance(after, torch.Tensor) and before.dtype == after.dtype and torch.equal(before, after)
+    if not isinstance(after, torch.Tensor) or before.dtype != after.dtype or before.layout != after.layout:
+        return False
+    pairs = zip(strided_parts(before), strided_parts(after), strict=True)  # torch.equal takes no sparse tensors
+    return before.shape == after.shape and all(torch.equal(old, new) for old, new in pairs)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .kernels.arguments import check_value
-from .kernels.errors import SpecError, message
+from .kernels.errors import SpecError
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.launch.alike import given_argument, refuse_differing
@@ -49,10 +49,11 @@ def call_in_run(name: str, f: Callable, tree: Any, region: Region, check: str, r
     try:
         looked = check_of(check, count, region.session.layout.size, first=count == 1)
         _check_arguments(name, tree, region, looked)
-        if looked is Check.TYPES and active() is None:
-            with _following(name, region) as check_types:
-                return check_types(run(looked))
-        return run(looked)
+        with region.session.step():
+            if looked is Check.TYPES and active() is None:
+                with _following(name, region) as check_types:
+                    return check_types(run(looked))
+            return run(looked)
     except BaseException:
         if count == 1:
             calls.pop(same, None)  # calls within it may have been more than are remembered
@@ -103,7 +104,7 @@ def _following(name: str, region: Region) -> Iterator[Callable[[Any], Any]]:
             if isinstance(leaf, torch.Tensor):
                 about = OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype, varying=net.uncovered(leaf, frozenset()))
                 what = f"result {path_in(treedef, index)} of {name}"
-                refuse_varying(region.session.layout, about, what, region.session.where())
+                refuse_varying(about, what, region.session.where())
         return trees.unflatten(treedef, [plain_number(leaf) for leaf in leaves])
 
     with follow(net, None):
@@ -136,7 +137,7 @@ def cut_here(leaf: Any, spec: P, region: Region, name: str) -> Any:
     where = f"a call of {name} within a region"
     if not isinstance(leaf, torch.Tensor):
         raise SpecError(
-            message(f"an argument cannot be cut by {spec}", got=type(leaf).__name__, expected="a tensor", where=where)
+            f"an argument cannot be cut by {spec}", got=type(leaf).__name__, expected="a tensor", where=where
         )
     known, net = marked(leaf) or frozenset(), active()
     if spec.axes <= known:
@@ -144,13 +145,11 @@ def cut_here(leaf: Any, spec: P, region: Region, name: str) -> Any:
     differs = known if net is None else known | net.of(leaf).axes
     if differs & spec.axes:
         raise SpecError(
-            message(
-                f"an argument cannot be cut by {spec}",
-                got=f"a tensor that differs over {sorted(differs)} already",
-                where=where,
-                remedy="leave @spmd off a function that is given parts, or pass a tensor that is the same on all ranks "
-                "of the axes it is cut over",
-            )
+            f"an argument cannot be cut by {spec}",
+            got=f"a tensor that differs over {sorted(differs)} already",
+            where=where,
+            remedy="leave @spmd off a function that is given parts, or pass a tensor that is the same on all ranks "
+            "of the axes it is cut over",
         )
     region.session.layout.check_shape(tuple(leaf.shape), spec, where=where)
     part = mark(region.session.layout.cut(leaf, spec, region.session.rank), known | spec.axes)

@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _trace
+from . import _dropped, _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
-from .kernels.arguments import check_function, names_checked
-from .kernels.errors import MeshError, SpecError, message
+from .kernels.argument_names import names_checked
+from .kernels.arguments import check_function
+from .kernels.errors import MeshError, SpecError
 from .mesh import trees
 from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
@@ -88,14 +89,12 @@ class Spmd(Transformable):
         for name in self._donate:
             if name not in self._signature.parameters:
                 raise SpecError(
-                    message(
-                        f"spmd got a bad donate for {self._name}",
-                        got=repr(name),
-                        expected=f"one of ({', '.join(self._signature.parameters)})",
-                    )
+                    f"spmd got a bad donate for {self._name}",
+                    got=repr(name),
+                    expected=f"one of ({', '.join(self._signature.parameters)})",
                 )
         if check not in CHECKS:
-            raise SpecError(message("spmd got a bad check", got=repr(check), expected=f"one of {CHECKS}"))
+            raise SpecError("spmd got a bad check", got=repr(check), expected=f"one of {CHECKS}")
         for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             check_specs(specs, f"spmd got bad {what} for {self._name}", "P(...) or None as leaves")
         self._parallel = parallel_step(f)
@@ -104,10 +103,8 @@ class Spmd(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch_compiled.is_running() and current() is None:
             raise SpecError(
-                message(
-                    f"torch.compile was given {self._name}, an @spmd function, or calls it",
-                    remedy="compile what is inside: value_and_grad(torch.compile(loss_fn)), torch.compile(apply)",
-                )
+                f"torch.compile was given {self._name}, an @spmd function, or calls it",
+                remedy="compile what is inside: value_and_grad(torch.compile(loss_fn)), torch.compile(apply)",
             )
         if current() is not None:
             return self._inside(self._bound(args, kwargs))
@@ -122,6 +119,9 @@ class Spmd(Transformable):
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise shorten(TypeError(f"{self._name}() {error}")) from None
+
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return self._bound(args, kwargs).arguments
 
     def _outside(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         mesh = resolve(self._mesh)
@@ -141,6 +141,9 @@ class Spmd(Transformable):
         except HasRefs:
             args, kwargs = on_ranks(mesh, (args, kwargs))
             return self._outside(args, kwargs)
+        batch = None if self._parallel is None else self._parallel.batch.name
+        named, quiet = functools.partial(self._named, args, kwargs), mesh.rank not in (None, 0)
+        _dropped.look(self, self._name, batch, named, results, quiet=quiet)
         if _trace.ON:
             _trace.note(self._name, results, None if self._parallel is None else self._parallel.settings)
         return results
@@ -178,22 +181,18 @@ class Spmd(Transformable):
             for name in specs:
                 if name not in self._signature.parameters and not anything:
                     raise SpecError(
-                        message(
-                            f"in_specs of {self._name} name an unknown argument",
-                            got=repr(name),
-                            expected=f"of ({', '.join(self._signature.parameters)})",
-                        )
+                        f"in_specs of {self._name} name an unknown argument",
+                        got=repr(name),
+                        expected=f"of ({', '.join(self._signature.parameters)})",
                     )
             found = [specs.get(name) for name in names]
             return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
         specs = tuple(specs)
         if len(specs) < len(args) or (len(specs) > len(self._signature.parameters) and not self._variadic()):
             raise SpecError(
-                message(
-                    f"in_specs of {self._name} do not fit its arguments",
-                    got=f"{len(specs)} specs for {len(args)} positional arguments",
-                    remedy="give one entry per positional argument, or a dict by argument name",
-                )
+                f"in_specs of {self._name} do not fit its arguments",
+                got=f"{len(specs)} specs for {len(args)} positional arguments",
+                remedy="give one entry per positional argument, or a dict by argument name",
             )
         rest = dict(zip(self._signature.parameters, specs, strict=False))
         return specs[: len(args)], {name: rest.get(name) for name in kwargs}
@@ -220,19 +219,17 @@ class Spmd(Transformable):
         assert region is not None
         if self._mesh is not None and region.mesh is not None and not self._mesh.same_as(region.mesh):
             raise SpecError(
-                message(
-                    f"{self._name} is bound to another mesh than the region that calls it",
-                    got=repr(self._mesh),
-                    expected=repr(region.mesh),
-                    remedy="leave mesh= out where one @spmd function calls another",
-                )
+                f"{self._name} is bound to another mesh than the region that calls it",
+                got=repr(self._mesh),
+                expected=repr(region.mesh),
+                remedy="leave mesh= out where one @spmd function calls another",
             )
         if not region.pure and region.session.layout.size > 1:  # a rank's part might be taken for the whole result
             region.session.check_together(f"call {self._name}, an @spmd function")
             if region.by_some:
                 problem = f"a function that mesh.run calls on some ranks cannot call {self._name}, an @spmd function"
                 remedy = "leave ranks= out, or call in it what @spmd wraps"
-                raise MeshError(message(problem, where=region.session.where(), remedy=remedy))
+                raise MeshError(problem, where=region.session.where(), remedy=remedy)
             tree = (bound.args, bound.kwargs)
             return call_in_run(
                 self._name, self._f, tree, region, self._check, lambda looked: self._cut(bound, region, looked)

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from .data.loader import Loader
-from .kernels.errors import SpecError, message
+from .kernels.errors import SpecError
 from .mesh import trees
 from .mesh.array import Array
 from .mesh.display import drawing
@@ -54,10 +54,8 @@ def _grids(value: Any, mesh: Mesh | None, epoch: int) -> tuple[list[drawing.Grid
     arrays = [(path, leaf) for path, leaf in named if isinstance(leaf, Array)]
     if not arrays:
         raise SpecError(
-            message(
-                "visualize got nothing that is on a mesh",
-                got=type(value).__name__,
-                expected="an Array, a tree of Arrays, a Sampler, a Loader or a Mesh",
-            )
+            "visualize got nothing that is on a mesh",
+            got=type(value).__name__,
+            expected="an Array, a tree of Arrays, a Sampler, a Loader or a Mesh",
         )
     return [array.grid(f"{path} " if path else "") for path, array in arrays], arrays[0][1].mesh.size

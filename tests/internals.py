@@ -375,6 +375,14 @@ def at_the_switch(monkeypatch: Any, do: Callable[[list[int]], None]) -> None:
     monkeypatch.setattr(newcomers.Newcomers, "take", called)
 
 
+def silent_hosts_are_lost_after(monkeypatch: Any, seconds: float) -> None:
+    """Have patience with silent hosts for these seconds alone, but for longer than hosts are silent by themselves."""
+    from spmd.mesh.hosts import protocol, rank_host
+
+    assert seconds > 2 * protocol.PULSE_SECONDS
+    monkeypatch.setattr(rank_host, "SILENT_SECONDS", seconds)
+
+
 def ask_while_ranks_start(monkeypatch: Any) -> None:
     """Have another thread ask a host for its status just when the host has said which ranks it restarted."""
     import threading

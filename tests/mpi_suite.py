@@ -130,9 +130,17 @@ def failures(mesh: Mesh, size: int) -> None:
         elif comm.rank == 1:
             comm.recv(torch.empty(4), 0, tag=4)
 
+    def wrong_dtype() -> None:
+        comm = mesh.comm()
+        if comm.rank == 0:
+            comm.send(torch.ones(2), 1)
+        elif comm.rank == 1:
+            comm.recv(torch.empty(2, dtype=torch.int32), 0)
+
     cases = (
         (different, r"rank 0: barrier(.|\n)*rank 1: all_reduce float32\[2\]"),
-        (wrong_size, "expected 16 bytes, got a message of 12 bytes"),
+        (wrong_size, r"expected 4 elements of float32 \(16 bytes\), got a message of 3 elements"),
+        (wrong_dtype, "dtypes differ.*2 elements of int32.*2 elements of float32"),
     )
     for body, text in cases:
         began = time.monotonic()

@@ -575,14 +575,32 @@ def coalesced(rank: int, size: int) -> None:
 @program
 def refused_before_it_begins(rank: int, size: int) -> None:
     """Bad arguments on one rank alone: the others don't notice, and the group goes on."""
-    wrong = {"expanded": torch.zeros(1).expand(3), "meta": torch.zeros(3, device="meta")}
-    for word, x in wrong.items() if rank == 0 else ():
+    x, long, across = torch.ones(2, 3), torch.ones(3), torch.zeros(3, 2)
+    wrong = (
+        ("expanded", lambda: dist.all_reduce(torch.zeros(1).expand(3))),
+        ("meta", lambda: dist.all_reduce(torch.zeros(3, device="meta"))),
+        ("own part", lambda: dist.all_gather([torch.zeros(2) for _ in range(size)], long)),
+        ("own part", lambda: dist.all_gather([across.clone() for _ in range(size)], x)),  # would be scrambled
+        ("own part", lambda: dist.gather(x, [across] * size, 0)),
+        ("own part", lambda: dist.scatter(across, [x] * size, 0)),
+        ("own part", lambda: dist.reduce_scatter(across, [x] * size)),
+        ("own part", lambda: dist.all_to_all([across.clone() for _ in range(size)], [x] * size)),
+        ("own part", lambda: dist.all_to_all_single(torch.zeros(size, 2), torch.ones(size, 3))),
+        ("contiguous", lambda: dist.all_gather_into_tensor(torch.zeros(size, size + 1).t(), torch.ones(size + 1))),
+    )
+    for word, call in wrong if rank == 0 else ():
         try:
-            dist.all_reduce(x)
+            call()
         except spmd.SpecError as error:
-            assert word in str(error)
+            assert word in str(error), error
         else:
             raise AssertionError(f"{word}: nothing was raised")
+    pieces = [torch.zeros(1, each + 1) for each in range(size)]  # of several lengths, and with a dimension of size 1
+    dist.all_gather(pieces, torch.full((rank + 1,), float(rank)))
+    assert all((piece == each).all() for each, piece in enumerate(pieces))
+    longer = torch.zeros(size, 6)  # rows of another length than those that fill them
+    dist.all_to_all_single(longer, torch.arange(6.0 * size).view(2 * size, 3))
+    assert longer.tolist() == [torch.arange(6.0 * rank, 6.0 * rank + 6).tolist()] * size
 
 
 @program

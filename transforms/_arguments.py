@@ -3,7 +3,8 @@
 A leaf that is known to be the same along an axis (it came in replicated, or it was `psum`med) has one gradient there,
 the sum over all ranks; a leaf that is sharded along the axis has its own gradient on each rank. A leaf that was made in
 the region and has no mark counts as the same where its bits agree. They may agree by chance, as each rank's part of a
-bias does while it is still zero: a call that a net follows (`mesh/replication/net.py`) refuses such a leaf.
+bias does while it is still zero: such a leaf is refused by a call that a net follows (`mesh/replication/net.py`), and
+by later ones if it differed on the first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..kernels.call import labelled
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import Region, planned_session
@@ -44,8 +45,8 @@ class Argument:
         return self.leaf.new_zeros(self.leaf.shape) if isinstance(self.leaf, Tensor) else None
 
 
-def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
-    """The leaves of the chosen arguments, and their treedef; `over` are the axes of the mean."""
+def prepare(f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
+    """The leaves of the arguments of `f` that were chosen, and their treedef; `over` are the axes of the mean."""
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # `over` without the axes that a leaf differs over
@@ -75,7 +76,10 @@ def prepare(chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tupl
     if unknown and region is not None:
         with labelled(declared_here.keys):
             _compare(unknown, region, over)
-        _check_agreement(unknown, region, lambda: dict(zip(map(id, arguments), trees.paths(chosen), strict=True)))
+        differing = _known_to_differ(f, unknown, region, over)
+        _check_agreement(
+            unknown, differing, region, lambda: dict(zip(map(id, arguments), trees.paths(chosen), strict=True))
+        )
     return arguments, treedef
 
 
@@ -128,51 +132,73 @@ def is_inexact(leaf: Any) -> bool:
 def _local(array: Array, region: Region | None) -> Tensor:
     if region is None:
         raise SpecError(
-            message(
-                "grad got an Array outside a region",
-                got=repr(array),
-                remedy="call it in an @spmd function, take the grad of an @spmd function, or pass array.full()",
-            )
+            "grad got an Array outside a region",
+            got=repr(array),
+            remedy="call it in an @spmd function, take the grad of an @spmd function, or pass array.full()",
         )
     return array.local
 
 
 def _compare(unknown: list[Argument], region: Region, over: tuple[str, ...]) -> None:
-    """Remove from `reduce` the axes along which the bits of a leaf differ."""
-    mine = b"".join(digest(argument.leaf) for argument in unknown)
+    """Remove from `reduce` the axes along which the bits of a leaf differ, on any of the ranks of the mean.
+
+    Along one axis they may agree on some of these ranks and differ on others, and all must make the same sums.
+    """
+    comm, layout = region.session.comm(over), region.session.layout
+    if comm.size == 1:
+        return
+    everyone = dict(zip(comm.ranks, comm.all_gather_bytes(b"".join(digest(a.leaf) for a in unknown)), strict=True))
     for name in over:
-        comm = region.session.comm(name)
-        if comm.size == 1:
-            continue
-        everyone = comm.all_gather_bytes(mine)
+        pairs = [(texts, everyone[layout.group(rank, (name,))[0]]) for rank, texts in everyone.items()]
         for index, argument in enumerate(unknown):
             part = slice(16 * index, 16 * index + 16)
-            if any(other[part] != mine[part] for other in everyone):
+            if any(texts[part] != first[part] for texts, first in pairs):
                 argument.reduce = tuple(axis for axis in argument.reduce if axis != name)
 
 
-def _check_agreement(unknown: list[Argument], region: Region, paths: Callable[[], dict[int, str]]) -> None:
-    """In a call that a net follows, refuse a leaf that agrees between ranks but was computed from values that differ.
+def _known_to_differ(
+    f: Callable, unknown: list[Argument], region: Region, over: tuple[str, ...]
+) -> list[tuple[frozenset[str], str]]:
+    """For each leaf, axes along which its values are known to differ, though they may agree now, and why.
 
-    Args:
-        paths: gives the path of each argument, by its id.
+    In a call that a net follows, they were computed from values that differ. In later calls of a signature they
+    differed at its first one, in all gradients of `f` that were taken there (several in a loop).
     """
+    key = (getattr(f, "__code__", type(f)), len(unknown))
+    before = region.differing.get(key)
+    if region.updates is not None:
+        found = [frozenset(over) - frozenset(argument.reduce) for argument in unknown]
+        region.differing[key] = [a & b for a, b in zip(found, before or found, strict=True)]
+        before = None
     net = active()
     if net is None:
-        return
-    for argument in unknown:
-        found = net.of(argument.leaf)
-        by_chance = tuple(name for name in argument.reduce if name in found.axes) if argument.leaf.numel() else ()
+        return [(axes, "differed on the first call") for axes in before or [frozenset[str]()] * len(unknown)]
+    reasons = [net.uncovered(argument.leaf, frozenset()) or ((), "") for argument in unknown]
+    return [(frozenset(axes), why) for axes, why in reasons]
+
+
+def _check_agreement(
+    unknown: list[Argument],
+    differing: list[tuple[frozenset[str], str]],
+    region: Region,
+    paths: Callable[[], dict[int, str]],
+) -> None:
+    """Refuse a leaf that agrees between ranks by chance.
+
+    Args:
+        differing: `_known_to_differ`.
+        paths: gives the path of each argument, by its id.
+    """
+    for argument, (axes, why) in zip(unknown, differing, strict=True):
+        by_chance = tuple(name for name in argument.reduce if name in axes) if argument.leaf.numel() else ()
         if by_chance and planned_session() is not None:  # a planned step has no values; real ones will differ
-            argument.reduce = tuple(name for name in argument.reduce if name not in found.axes)
+            argument.reduce = tuple(name for name in argument.reduce if name not in axes)
         elif by_chance:
-            name, (_, why) = by_chance[0], net.uncovered(argument.leaf, frozenset()) or ((), "")
+            name = by_chance[0]
             raise SpecError(
-                message(
-                    f"grad can't tell whether a leaf is each rank's own part or the same on all along {name!r}: "
-                    f"its values agree, and it {why}",
-                    got=f"argument {paths()[id(argument)]}, {list(argument.leaf.shape)}",
-                    where=region.session.where(),
-                    remedy=f'write Sharded(x, P("{name}")) for a part, and pmean(x, "{name}") for what is the same',
-                )
+                f"grad can't tell whether a leaf is each rank's own part or the same on all along {name!r}: "
+                f"its values agree, and it {why}",
+                got=f"argument {paths()[id(argument)]}, {list(argument.leaf.shape)}",
+                where=region.session.where(),
+                remedy=f'write Sharded(x, P("{name}")) for a part, and pmean(x, "{name}") for what is the same',
             )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import without_torch_function
 from ..mesh import trees
 from ..mesh.failure import ranks_text
@@ -51,7 +51,7 @@ class Auxiliary:
         axes: list[tuple[str, ...] | None] = []
         for leaf, declared in zip(leaves, declared_axes(aux), strict=True):
             differs = (differs_over(leaf) if declared is None else declared) or frozenset()
-            if is_inexact(leaf):
+            if is_inexact(leaf) and leaf.layout is torch.strided:  # sparse ones (constants of a model) aren't averaged
                 axes.append(tuple(name for name in over if name not in differs))
             else:
                 axes.append(() if isinstance(leaf, Tensor) and differs & set(over) else None)
@@ -124,13 +124,11 @@ class Auxiliary:
 
     def _averaged_parts(self, index: int, name: str, origin: str, region: Region) -> SpecError:
         return SpecError(
-            message(
-                f"aux{self._paths()[index]} would be averaged over {name!r}, where each rank has a part of its own: it "
-                f"comes of {origin}, which is cut over {name!r}",
-                got=shown(self.leaves[index]),
-                where=region.session.where(),
-                remedy=f'return Sharded(value, P("{name}")), or pmean it over {name!r} if you mean that',
-            )
+            f"aux{self._paths()[index]} would be averaged over {name!r}, where each rank has a part of its own: it "
+            f"comes of {origin}, which is cut over {name!r}",
+            got=shown(self.leaves[index]),
+            where=region.session.where(),
+            remedy=f'return Sharded(value, P("{name}")), or pmean it over {name!r} if you mean that',
         )
 
     def _check_types(self, region: Region, over: tuple[str, ...]) -> None:
@@ -146,12 +144,10 @@ class Auxiliary:
         if any(differs):
             path, leaf = self._paths()[differs.index(True)], self.leaves[differs.index(True)]
             raise SpecError(
-                message(
-                    f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
-                    got=shown(leaf),
-                    where=region.session.where(),
-                    remedy="psum it first, return its mean as a float, or wrap it in Sharded(value, spec)",
-                )
+                f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
+                got=shown(leaf),
+                where=region.session.where(),
+                remedy="psum it first, return its mean as a float, or wrap it in Sharded(value, spec)",
             )
 
     def _note_agreement(self, over: tuple[str, ...]) -> None:
@@ -172,14 +168,12 @@ class Auxiliary:
             texts = {leaves[index][0]: leaves[index][1] for leaves in texts_of}
             if len(sides) > 1:
                 return SpecError(
-                    message(
-                        f"aux{path} differs between ranks and cannot be averaged",
-                        got="; ".join(f"{ranks_text(members)}: {texts[token]}" for token, members in sides.items()),
-                        where=region.session.where(),
-                        remedy="return a float of one shape, psum it first, or wrap it in Sharded(value, spec)",
-                    )
+                    f"aux{path} differs between ranks and cannot be averaged",
+                    got="; ".join(f"{ranks_text(members)}: {texts[token]}" for token, members in sides.items()),
+                    where=region.session.where(),
+                    remedy="return a float of one shape, psum it first, or wrap it in Sharded(value, spec)",
                 )
-        return SpecError(message("aux has another structure on some ranks", where=region.session.where()))
+        return SpecError("aux has another structure on some ranks", where=region.session.where())
 
 
 def _origins(net: Net, leaf: Any) -> list[tuple[str, str]]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, add_note
 from ..mesh import trees
 from ..mesh.batch import BatchArgument, common_length, refuse_lists
+from ..mesh.failure import text_of
 from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import mark, marked
 from ..mesh.spec import REPLICATED, P, split_sizes
@@ -44,9 +45,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     axis, session, called = argument.axis, region.session, functools.partial(_called, tree)
     if argument.shards is not None and planned_session() is not None:
         problem = f"check cannot follow {name} through the virtual shards of data_parallel(shards={argument.shards})"
-        raise SpecError(
-            message(problem, remedy="check it without shards=, whose results have the same shapes and specs")
-        )
+        raise SpecError(problem, remedy="check it without shards=, whose results have the same shapes and specs")
     leaves, treedef = trees.flatten(tree)
     cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
     whole: dict[int, int] = {}
@@ -54,39 +53,33 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         if isinstance(leaf, Tensor):
             if not leaf.dim():
                 problem = f"{called(index)} of {name} has no dimension to split"
-                raise SpecError(message(problem, remedy="pass scalars in another argument"))
+                raise SpecError(problem, remedy="pass scalars in another argument")
             spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
             if axis in spec.axes and axis not in spec.dim_axes(0):
                 raise SpecError(
-                    message(
-                        f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
-                        got=repr(spec),
-                        expected=f"P({axis!r}), or a batch that is not cut",
-                        where=session.where(),
-                        remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
-                    )
+                    f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
+                    got=repr(spec),
+                    expected=f"P({axis!r}), or a batch that is not cut",
+                    where=session.where(),
+                    remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
                 )
             (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
         batch_shards = region.batch.shards
         raise SpecError(
-            message(
-                f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
-                got="ranks' parts" if batch_shards is None else f"a batch of Loader(shards={batch_shards})",
-                remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
-            )
+            f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
+            got="ranks' parts" if batch_shards is None else f"a batch of Loader(shards={batch_shards})",
+            remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
         )
     if cut and whole and session.layout.axes[axis] > 1:
         raise SpecError(
-            message(
-                f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
-                "be of different samples",
-                got="; ".join(
-                    f"{kind}: {', '.join(map(called, some))}" for kind, some in (("parts", cut), ("whole", whole))
-                ),
-                where=session.where(),
-                remedy="give all of it to the Loader's dataset, or pass all of it whole",
-            )
+            f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
+            "be of different samples",
+            got="; ".join(
+                f"{kind}: {', '.join(map(called, some))}" for kind, some in (("parts", cut), ("whole", whole))
+            ),
+            where=session.where(),
+            remedy="give all of it to the Loader's dataset, or pass all of it whole",
         )
     common_length({**cut, **whole}, called, name)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
@@ -107,12 +100,10 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     expected = sizes[mine] if virtual is None else virtual.here
     if cut and virtual is not None and here != expected:
         raise SpecError(
-            message(
-                "a batch's parts are not those of its virtual shards",
-                got=f"{here} samples of {total}",
-                where=session.where(),
-                remedy="pass the batch as the Loader gave it, or whole",
-            )
+            "a batch's parts are not those of its virtual shards",
+            got=f"{here} samples of {total}",
+            where=session.where(),
+            remedy="pass the batch as the Loader gave it, or whole",
         )
 
     def part(leaf: Any) -> Any:
@@ -148,21 +139,23 @@ def note_samples(error: Exception, arguments: Any, part: Part) -> None:
     Args:
         arguments: all arguments of the step, with this rank's part of the batch among them.
     """
-    if not hasattr(error, "add_note") or part.here == part.total:
+    if part.here == part.total:
         return
     if not part.here and isinstance(error, RuntimeError | ValueError | IndexError):
-        error.add_note(
+        add_note(
+            error,
             f"[this rank has none of the {part.total} samples, and the step may be unable to run on none: have batches "
-            "of at least as many samples as ranks, or return an empty result of the same shape where len(batch) is 0]"
+            "of at least as many samples as ranks, or return an empty result of the same shape where len(batch) is 0]",
         )
         return
-    if not {str(part.here), str(part.total)} <= set(re.findall(r"\d+", str(error))):  # sizes that the error names
+    if not {str(part.here), str(part.total)} <= set(re.findall(r"\d+", text_of(error))):  # sizes that the error names
         return
     split = {id(leaf) for leaf in part.leaves}
     for leaf in trees.leaves(arguments):
         if isinstance(leaf, Tensor) and part.total in leaf.shape and id(leaf) not in split:
-            error.add_note(
+            add_note(
+                error,
                 f"[this rank has {part.here} of {part.total} samples, and an argument besides the batch is whole, of "
-                f"shape {list(leaf.shape)}: what belongs to samples is part of the batch, with these in dimension 0]"
+                f"shape {list(leaf.shape)}: what belongs to samples is part of the batch, with these in dimension 0]",
             )
             return

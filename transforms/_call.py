@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh.array import Array, refuse_gradients
 from ..mesh.region import Region
 from ._arguments import Argument
@@ -71,7 +71,7 @@ class Call:
         if self.has_aux:
             if not isinstance(out, tuple | list) or len(out) != 2:
                 problem = f"{self.name} must return (value, aux) under has_aux=True"
-                raise SpecError(message(problem, got=type(out).__name__, expected="a pair"))
+                raise SpecError(problem, got=type(out).__name__, expected="a pair")
             value, aux = out
         if isinstance(value, MeanOf):
             return Output(value.total, value.count, aux)
@@ -80,13 +80,11 @@ class Call:
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.dtype.is_floating_point:
             got = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise SpecError(
-                message(
-                    f"{self.name} must return a scalar to be differentiated",
-                    expected="a floating-point tensor with one element",
-                    got=got,
-                    remedy="reduce it with .mean(), or return mean_of(total, count); with auxiliary values use "
-                    "has_aux=True",
-                )
+                f"{self.name} must return a scalar to be differentiated",
+                expected="a floating-point tensor with one element",
+                got=got,
+                remedy="reduce it with .mean(), or return mean_of(total, count); with auxiliary values use "
+                "has_aux=True",
             )
         return Output(value.reshape(()), None, aux)
 

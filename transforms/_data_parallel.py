@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.arguments import check_function, is_number, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import check_function, is_number
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, SpmdError, message
+from ..kernels.errors import SpecError, SpmdError, add_note
 from ..mesh.batch import BatchArgument
+from ..mesh.failure import text_of
 from ..mesh.region import require
 from ..mesh.replication.net import active, marked
 from ._batch import Part, note_samples, part_of
@@ -73,30 +75,26 @@ def data_parallel(
     check_function("data_parallel", f, "@data_parallel above def step(params, batch)")
     if isinstance(f, Transformable) and not isinstance(f, DataParallel):
         raise SpecError(
-            message(
-                f"data_parallel was put around {f!r}, which begins the region that it has to be called in",
-                remedy="swap them: @spmd above @data_parallel above the step",
-            )
+            f"data_parallel was put around {f!r}, which begins the region that it has to be called in",
+            remedy="swap them: @spmd above @data_parallel above the step",
         )
     names = (axis,) if isinstance(axis, str) else axis
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         expected = "the name of a mesh axis, or a tuple of them"
-        raise SpecError(message("data_parallel got a bad axis", got=repr(axis), expected=expected))
+        raise SpecError("data_parallel got a bad axis", got=repr(axis), expected=expected)
     if len(set(names)) < len(names):
-        raise SpecError(message("data_parallel got an axis twice", got=repr(axis)))
+        raise SpecError("data_parallel got an axis twice", got=repr(axis))
     if len(names) > 1 and shards is not None:
         problem = f"data_parallel(shards={shards}) cuts a batch over one axis only"
         remedy = f"axis={names[0]!r}: ranks along other axes then compute the same"
-        raise SpecError(message(problem, got=f"axis={axis!r}", remedy=remedy))
+        raise SpecError(problem, got=f"axis={axis!r}", remedy=remedy)
     if not is_number(bucket_mb) or not 0 < bucket_mb < math.inf:
-        raise SpecError(message("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0"))
+        raise SpecError("data_parallel got a bad bucket_mb", got=repr(bucket_mb), expected="MiB, more than 0")
     if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
         raise SpecError(
-            message(
-                "data_parallel got a bad wire_dtype",
-                got=repr(wire_dtype),
-                expected="a floating-point torch.dtype, such as torch.bfloat16, or None",
-            )
+            "data_parallel got a bad wire_dtype",
+            got=repr(wire_dtype),
+            expected="a floating-point torch.dtype, such as torch.bfloat16, or None",
         )
     position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
     plan, count = Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype), check_count(shards)
@@ -136,23 +134,19 @@ class DataParallel(Transformable):
         if isinstance(key, str) and key not in kwargs:
             bound = inspect.signature(self._step).bind(*args, **kwargs)  # raises first if another argument is wrong
             raise SpecError(
-                message(
-                    f"{self._name} was called without its batch",
-                    got=f"({', '.join(bound.arguments)})",
-                    expected=f"an argument named {argument.name!r}",
-                )
+                f"{self._name} was called without its batch",
+                got=f"({', '.join(bound.arguments)})",
+                expected=f"an argument named {argument.name!r}",
             )
         around = plan_of(region)
         if around.virtual is not None and agreed(around.virtual, argument.axis, argument.shards):
             return self._step(*args, **kwargs)
         if argument.shards is not None and region.session.device.type != "cpu":
             raise SpecError(
-                message(
-                    "data_parallel(shards=) computes on CPUs only",
-                    got=f"a mesh of device {region.session.device.type!r}",
-                    where=region.session.where(),
-                    remedy='leave shards= out, or use Mesh(device="cpu")',
-                )
+                "data_parallel(shards=) computes on CPUs only",
+                got=f"a mesh of device {region.session.device.type!r}",
+                where=region.session.where(),
+                remedy='leave shards= out, or use Mesh(device="cpu")',
             )
         part = part_of(region, kwargs[key] if isinstance(key, str) else args[key], argument, self._name)
         if isinstance(key, str):
@@ -192,10 +186,11 @@ class DataParallel(Transformable):
 
 def _note_gradients(error: Exception) -> None:
     """Add to torch's error about a backward pass that arguments have no history what to write instead of it."""
-    if hasattr(error, "add_note") and "does not require grad and does not have a grad_fn" in str(error):
-        error.add_note(
+    if "does not require grad and does not have a grad_fn" in text_of(error):
+        add_note(
+            error,
             "[in a step gradients are values, and not those of backward() or torch.autograd.grad: "
-            "loss, grads = value_and_grad(loss_fn)(params, batch)]"
+            "loss, grads = value_and_grad(loss_fn)(params, batch)]",
         )
 
 
@@ -203,11 +198,9 @@ def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) ->
     """Refuse an uneven batch inside a gradient that began without knowing the weights of its parts."""
     if in_gradient() and part.total % size and around.samples.get(axis) != (part.here, part.total):
         raise SpecError(
-            message(
-                f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
-                got=f"{part.total} samples over {size} ranks",
-                remedy="differentiate it itself, or in the body of the data_parallel function",
-            )
+            f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
+            got=f"{part.total} samples over {size} ranks",
+            remedy="differentiate it itself, or in the body of the data_parallel function",
         )
 
 
@@ -217,12 +210,10 @@ def _check_equal(samples: Mapping[str, tuple[int, int]], part: Part, sizes: Mapp
     if len(over) > 1 and any(samples[axis][1] % sizes[axis] for axis in over):
         total, ranks = samples[over[0]][1], math.prod(sizes[axis] for axis in over)
         raise SpecError(
-            message(
-                f"the batch of {name} is split over several axes, into parts that are not equal",
-                got=f"{total} samples for {' * '.join(str(sizes[axis]) for axis in over)} ranks along {tuple(over)}",
-                remedy=f"have batches of a multiple of {ranks} samples (Loader(drop_last=True)), or make one axis of "
-                f'these, Mesh({{"data": {ranks}}})',
-            )
+            f"the batch of {name} is split over several axes, into parts that are not equal",
+            got=f"{total} samples for {' * '.join(str(sizes[axis]) for axis in over)} ranks along {tuple(over)}",
+            remedy=f"have batches of a multiple of {ranks} samples (Loader(drop_last=True)), or make one axis of "
+            f'these, Mesh({{"data": {ranks}}})',
         )
 
 
@@ -241,10 +232,8 @@ def _position(signature: inspect.Signature, batch: str, name: str) -> int | None
                 break
             return None if parameter.kind is parameter.KEYWORD_ONLY else index
     raise SpecError(
-        message(
-            f"{name} has no argument named {batch!r} to split",
-            got=f"({', '.join(signature.parameters)})",
-            remedy="take what is split as one argument, step(params, batch) with batch = (x, y) or a dict; "
-            'data_parallel(batch="...") gives it another name',
-        )
+        f"{name} has no argument named {batch!r} to split",
+        got=f"({', '.join(signature.parameters)})",
+        remedy="take what is split as one argument, step(params, batch) with batch = (x, y) or a dict; "
+        'data_parallel(batch="...") gives it another name',
     )

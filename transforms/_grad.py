@@ -17,9 +17,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..kernels import torch_compiled
-from ..kernels.arguments import check_function, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import check_function, is_whole
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
 from ..mesh.region import current, note_differentiated
@@ -129,25 +130,21 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     name = getattr(f, "__name__", "the function")
     if in_torch_func():
         raise SpecError(
-            message(
-                f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
-                remedy="use torch.func.grad there, and psum or pmean what comes out",
-            )
+            f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
+            remedy="use torch.func.grad there, and psum or pmean what comes out",
         )
     region = current()
     if region is not None:
         refuse_recording(f"spmd's grad of {name}")
     if torch.is_inference_mode_enabled():
         raise SpecError(
-            message(
-                f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",
-                remedy="take the gradient outside of it",
-            )
+            f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",
+            remedy="take the gradient outside of it",
         )
     chosen = _positions(argnums, len(args), name)
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
-    arguments, treedef = prepare(tuple(args[number] for number in chosen), region, over)
+    arguments, treedef = prepare(f, tuple(args[number] for number in chosen), region, over)
     differentiated = [argument for argument in arguments if argument.primal is not None]
     leaves = [argument.leaf for argument in differentiated]
     if not leaves:
@@ -181,13 +178,11 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
     given = [argument.leaf for argument in arguments if argument.leaf is not None]
     if given and not any(isinstance(leaf, torch.Tensor) for leaf in given):
         raise SpecError(
-            message(
-                f"{name} is differentiated by an argument without tensors",
-                got=type(given[0]).__name__,
-                expected="tensors, in dicts, lists, tuples, dataclasses, or in classes known to torch.utils._pytree",
-                remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
-                "tensor; argnums= says which argument is meant",
-            )
+            f"{name} is differentiated by an argument without tensors",
+            got=type(given[0]).__name__,
+            expected="tensors, in dicts, lists, tuples, dataclasses, or in classes known to torch.utils._pytree",
+            remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
+            "tensor; argnums= says which argument is meant",
         )
     if plan.samples:
         frozen = sum(is_frozen(leaf) for leaf in given)
@@ -197,32 +192,26 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
             remedy = "choose parameters by name, or by their module's requires_grad: here it is False for all, and the "
             remedy += "frozen ones are nn.Parameters"
         raise SpecError(
-            message(
-                f"{name} is differentiated in a step by nothing that can be trained",
-                got=f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)",
-                expected="floating-point tensors that are not frozen",
-                remedy=remedy,
-            )
+            f"{name} is differentiated in a step by nothing that can be trained",
+            got=f"{len(arguments)} leaves, of which {frozen} are frozen parameters (requires_grad=False)",
+            expected="floating-point tensors that are not frozen",
+            remedy=remedy,
         )
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
     chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     for number in chosen:
-        if not isinstance(number, int) or not -count <= number < count:
+        if not is_whole(number) or not -count <= number < count:
             raise SpecError(
-                message(
-                    f"grad got a bad argnums for {name}",
-                    got=repr(argnums),
-                    expected=f"below {count} positional arguments",
-                    remedy="pass what is to be differentiated by position",
-                )
+                f"grad got a bad argnums for {name}",
+                got=repr(argnums),
+                expected=f"below {count} positional arguments",
+                remedy="write has_aux=True" if number is True else "pass what is to be differentiated by position",
             )
     positions = tuple(number % count for number in chosen)
     if len(set(positions)) < len(positions):
-        raise SpecError(
-            message(f"grad got a bad argnums for {name}", got=repr(argnums), expected="each argument at most once")
-        )
+        raise SpecError(f"grad got a bad argnums for {name}", got=repr(argnums), expected="each argument at most once")
     return positions
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.callsite import warn
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import Node, is_fake, saved
 
 
@@ -23,10 +23,8 @@ class MeanOf:
 
     def _computed_with(self, *_: object) -> NoReturn:
         raise SpecError(
-            message(
-                "a mean_of is a pair of numbers, and can't be computed with before both are summed over the mesh",
-                remedy="put what is added into the total: mean_of(losses.sum() + 0.01 * penalty * count, count)",
-            )
+            "a mean_of is a pair of numbers, and can't be computed with before both are summed over the mesh",
+            remedy="put what is added into the total: mean_of(losses.sum() + 0.01 * penalty * count, count)",
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _computed_with
@@ -63,12 +61,10 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     """
     if not isinstance(total, Tensor) or total.numel() != 1 or not total.dtype.is_floating_point:
         raise SpecError(
-            message(
-                'mean_of got an unexpected value for argument "total"',
-                expected="a floating-point tensor with one element",
-                got=f"{total.dtype}{list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__,
-                remedy='sum it: cross_entropy(..., reduction="sum"), or losses.sum()',
-            )
+            'mean_of got an unexpected value for argument "total"',
+            expected="a floating-point tensor with one element",
+            got=f"{total.dtype}{list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__,
+            remedy='sum it: cross_entropy(..., reduction="sum"), or losses.sum()',
         )
     if isinstance(count, Tensor) and count.numel() == 1 and not count.dtype.is_complex:
         counted = count.detach().reshape(()).to("cpu" if total.is_cpu else count.device, torch.float64)
@@ -76,12 +72,10 @@ def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
         counted = torch.tensor(float(count), dtype=torch.float64, device="cpu")
     else:
         raise SpecError(
-            message(
-                'mean_of got an unexpected value for argument "count"',
-                expected="a number, or a real tensor with one element",
-                got=f"{count.dtype}{list(count.shape)}" if isinstance(count, Tensor) else type(count).__name__,
-                remedy="sum it: mask.sum(), or weights[labels].sum()",
-            )
+            'mean_of got an unexpected value for argument "count"',
+            expected="a number, or a real tensor with one element",
+            got=f"{count.dtype}{list(count.shape)}" if isinstance(count, Tensor) else type(count).__name__,
+            remedy="sum it: mask.sum(), or weights[labels].sum()",
         )
     return MeanOf(total.reshape(()), counted)
 
@@ -108,13 +102,11 @@ def warn_of_weights(name: str, node: Node, rows: int) -> bool:
         got = "class weights" if bool((weights != weights[0]).any()) else ""
     if got:
         warn(
-            message(
-                f"{name} takes a mean over targets that do not all count the same, of each rank's samples or each "
-                "virtual shard's, which is not that of the whole batch",
-                got=got,
-                remedy="return mean_of(F.cross_entropy(..., reduction='sum'), count), where count is the number of "
-                "targets that are not ignored, or the sum of their weights (docs/losses.md)",
-            )
+            f"{name} takes a mean over targets that do not all count the same, of each rank's samples or each "
+            "virtual shard's, which is not that of the whole batch",
+            got=got,
+            remedy="return mean_of(F.cross_entropy(..., reduction='sum'), count), where count is the number of "
+            "targets that are not ignored, or the sum of their weights (docs/losses.md)",
         )
     return bool(got)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.arguments import names_checked
-from ..kernels.errors import SpecError, message
+from ..kernels.argument_names import names_checked
+from ..kernels.errors import SpecError
 from ..mesh.replication.net import Varying, active
 from ._named_axes import Axis, axis_size, check_dim, each_leaf, group, known
 from ._operations import Broadcast, Exchange, Gather, Permute, Scatter
@@ -113,9 +113,7 @@ def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor
     length = leaf.shape[dim]
     if (tiled and length % size) or (not tiled and length != size):
         expected = f"a multiple of {size}" if tiled else f"{size}, the size of the axis (or tiled=True)"
-        raise SpecError(
-            message(f"{what}: dimension {dim} does not fit the axis", got=f"size {length}", expected=expected)
-        )
+        raise SpecError(f"{what}: dimension {dim} does not fit the axis", got=f"size {length}", expected=expected)
     if tiled:
         return leaf.unflatten(dim, (size, length // size)).movedim(dim, 0)
     return leaf.movedim(dim, 0)
@@ -197,12 +195,10 @@ def _pairs(perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int],
         pairs = tuple((operator.index(src), operator.index(dst)) for src, dst in perm)
     except (TypeError, ValueError):
         expected = "a list of pairs (source, destination)"
-        raise SpecError(message('ppermute got a bad "perm"', got=repr(perm), expected=expected)) from None
+        raise SpecError('ppermute got a bad "perm"', got=repr(perm), expected=expected) from None
     for which, side in (("source", [src for src, _ in pairs]), ("destination", [dst for _, dst in pairs])):
         if len(set(side)) < len(side) or any(not 0 <= index < size for index in side):
-            raise SpecError(
-                message(f'ppermute got a bad "perm": each {which} at most once, 0 to {size - 1}', got=list(pairs))
-            )
+            raise SpecError(f'ppermute got a bad "perm": each {which} at most once, 0 to {size - 1}', got=list(pairs))
     return pairs
 
 
@@ -227,7 +223,7 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
         return each("pbroadcast", x, axis, source)
     axes, comm = group("pbroadcast", axis)
     if not isinstance(source, int) or not 0 <= source < comm.size:
-        raise SpecError(message('pbroadcast got a bad "source"', got=repr(source), expected=f"0 to {comm.size - 1}"))
+        raise SpecError('pbroadcast got a bad "source"', got=repr(source), expected=f"0 to {comm.size - 1}")
     return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.arguments import check_tensor, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import check_tensor, is_whole
 from ..kernels.call import labelled
 from ..kernels.communicator import Communicator
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import outside_torch_func
 from ..mesh import trees
 from ..mesh.put import as_tensor
@@ -43,7 +44,7 @@ def axis_index(axis: Axis) -> int:
         SpecError: no such axis. MeshError: outside a region.
     """
     session, axes = check_axis("axis_index", axis)
-    return varying_number(session.layout.part(session.rank, axes), axes, "axis_index")
+    return varying_number(session.layout.part(session.rank, axes), axes)
 
 
 @names_checked
@@ -86,16 +87,14 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
     region = require(what)
     session = region.session
     if not isinstance(axis, str | tuple | list) or not axis:
-        raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them"))
+        raise SpecError(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them")
     axes = session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
     plan = plan_of(region)
     if plan.shard is not None and plan.virtual is not None and plan.virtual.axis in axes:
         raise SpecError(
-            message(
-                f"{what} over {plan.virtual.axis!r} in a virtual shard, which runs alone, one after another",
-                where=session.where(),
-                remedy="return it as aux (has_aux=True), or leave shards= out of data_parallel",
-            )
+            f"{what} over {plan.virtual.axis!r} in a virtual shard, which runs alone, one after another",
+            where=session.where(),
+            remedy="return it as aux (has_aux=True), or leave shards= out of data_parallel",
         )
     return session, axes
 
@@ -116,22 +115,18 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
     def one(leaf: Any) -> Tensor:
         if isinstance(leaf, Tracked):
             raise SpecError(
-                message(
-                    f"{what} of what was computed from the batch under data_parallel(shards=) outside value_and_grad, "
-                    "whose bits depend on the number of ranks",
-                    remedy="return it as aux of the function that is differentiated (has_aux=True)",
-                )
+                f"{what} of what was computed from the batch under data_parallel(shards=) outside value_and_grad, "
+                "whose bits depend on the number of ranks",
+                remedy="return it as aux of the function that is differentiated (has_aux=True)",
             )
         leaf = as_tensor(leaf)
         if isinstance(leaf, int | float | complex | np.number | np.bool_):
             leaf = torch.tensor(leaf, device="cpu")
         if not isinstance(leaf, Tensor):
             raise SpecError(
-                message(
-                    f'{what} got unexpected type for argument "x"',
-                    expected="a tensor, a number or a tree of them",
-                    got=type(leaf).__name__,
-                )
+                f'{what} got unexpected type for argument "x"',
+                expected="a tensor, a number or a tree of them",
+                got=type(leaf).__name__,
             )
         check_tensor(what, "x", leaf)
         return f(leaf)
@@ -157,7 +152,7 @@ def known(source: Tensor, result: Tensor, *, same: tuple[str, ...] = (), differs
 
 def check_dim(what: str, name: str, dim: Any, ndim: int) -> int:
     """A checked dimension, counted from the front."""
-    if not isinstance(dim, int) or not -ndim <= dim < ndim:
+    if not is_whole(dim) or not -ndim <= dim < ndim:
         expected = f"{-ndim} to {ndim - 1}" if ndim else "a tensor with at least one dimension"
-        raise SpecError(message(f'{what} got a bad "{name}"', got=repr(dim), expected=expected))
+        raise SpecError(f'{what} got a bad "{name}"', got=repr(dim), expected=expected)
     return dim % ndim

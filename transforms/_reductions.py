@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.arguments import names_checked
+from ..kernels.argument_names import names_checked
 from ..mesh.region import require
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
 from ._plan import current_plan
 from ._tokens import run
 from .compiled.tracing import each, traceable
+from .first_call.means import warn_of_means
 
 
 @names_checked
@@ -39,6 +40,7 @@ def psum(x: Any, axis: Axis) -> Any:
     if is_dynamo_compiling() and traceable(x, axis, replicates=True):
         return each("psum", x, axis, before=counted)
     axes, comm = group("psum", axis)
+    warn_of_means(x, axes)
 
     def one(leaf: Tensor) -> Tensor:
         return known(leaf, run(Sum(comm), counted(leaf)), same=axes)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..kernels.arguments import names_checked
-from ..kernels.errors import SpecError, message, no_attribute
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import checked_flag, integer
+from ..kernels.errors import SpecError, no_attribute
 from ..mesh.display import drawing
 from ..mesh.mesh import nearest
 from ..mesh.spec import Layout, split_sizes
@@ -73,17 +73,17 @@ class Sampler:
 
     def __post_init__(self) -> None:
         # object.__setattr__: the fields are frozen; NumPy integers become Python's, which never overflow.
-        object.__setattr__(self, "length", _integer("Sampler", "length", self.length, 0, _LONGEST))
-        object.__setattr__(self, "batch_size", _integer("Sampler", "batch_size", self.batch_size, 1))
-        object.__setattr__(self, "seed", _integer("Sampler", "seed", self.seed))
+        object.__setattr__(self, "length", integer("Sampler", "length", self.length, 0, _LONGEST))
+        object.__setattr__(self, "batch_size", integer("Sampler", "batch_size", self.batch_size, 1))
+        object.__setattr__(self, "seed", integer("Sampler", "seed", self.seed))
+        object.__setattr__(self, "shuffle", checked_flag("Sampler", "shuffle", self.shuffle))
+        object.__setattr__(self, "drop_last", checked_flag("Sampler", "drop_last", self.drop_last))
         if self.order not in _ORDERS:
             raise SpecError(
-                message(
-                    'Sampler got an unknown value for argument "order"',
-                    expected=f"one of {_ORDERS}",
-                    got=repr(self.order),
-                    remedy='"feistel" for any length, "torch" for the order of DistributedSampler',
-                )
+                'Sampler got an unknown value for argument "order"',
+                expected=f"one of {_ORDERS}",
+                got=repr(self.order),
+                remedy='"feistel" for any length, "torch" for the order of DistributedSampler',
             )
 
     def __len__(self) -> int:
@@ -137,9 +137,9 @@ class Sampler:
             SpecError: an argument is out of its range.
         """
         epoch, first, _ = self._span("shard", epoch, step)
-        size = _integer("shard", "size", size, 1)
-        rank = _integer("shard", "rank", rank, 0, size - 1)
-        shards = None if shards is None else _integer("shard", "shards", shards, 1)
+        size = integer("shard", "size", size, 1)
+        rank = integer("shard", "rank", rank, 0, size - 1)
+        shards = None if shards is None else integer("shard", "shards", shards, 1)
         step = first // self.batch_size
         if not self.shuffle or self.order != "feistel":
             return self._ids(epoch, self._positions(step, rank, size, shards))
@@ -177,16 +177,14 @@ class Sampler:
 
     def _span(self, caller: str, epoch: int, step: int) -> tuple[int, int, int]:
         """The checked epoch, the first position of the step in the epoch's order, and the number of positions."""
-        epoch = _integer(caller, "epoch", epoch, 0)
-        step, steps = _integer(caller, "step", step), len(self)
+        epoch = integer(caller, "epoch", epoch, 0)
+        step, steps = integer(caller, "step", step), len(self)
         if not 0 <= step < steps:
             raise SpecError(
-                message(
-                    f"{caller} got a step outside the epoch",
-                    expected=f"0 <= step < {steps}" if steps else "no step at all: the epoch is empty",
-                    got=f"step={step} of {self}",
-                    remedy="go on with step 0 of the next epoch; len(sampler) is the number of steps",
-                )
+                f"{caller} got a step outside the epoch",
+                expected=f"0 <= step < {steps}" if steps else "no step at all: the epoch is empty",
+                got=f"step={step} of {self}",
+                remedy="go on with step 0 of the next epoch; len(sampler) is the number of steps",
             )
         first = step * self.batch_size
         return epoch, first, min(self.batch_size, self.length - first)
@@ -224,22 +222,3 @@ def _strided(first: int, count: int, part: int, parts: int) -> np.ndarray:
     """The positions that part `part` gets when `count` >= 1 positions from `first` on are dealt out to `parts`."""
     # min: a stride beyond `count` gives the same positions, but could overflow in NumPy.
     return np.arange(first + min(part, count), first + count, min(parts, count), dtype=np.uint64)
-
-
-def _integer(caller: str, name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """`value` as a Python integer, checked; `low` and `high` are the first and last allowed."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is not None and (low is None or low <= number) and (high is None or number <= high):
-        return number
-    span = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
-    raise SpecError(
-        message(
-            f'{caller} got an unexpected value for argument "{name}"',
-            expected=f"an integer{span}",
-            got=repr(value),
-            remedy=f"pass {name} as a whole number in that range",
-        )
-    )

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.bucket import Buckets, leaves_of
-from ..kernels.errors import SpecError, message
+from ..kernels.bucket import Buckets, Leaf
+from ..kernels.errors import SpecError
 from ..mesh.rank.planned import PlannedBuckets, PlannedCommunicator
 from ..mesh.region import Region
 from ..mesh.replication.net import Varying, active, joined, unfollowed
@@ -97,7 +97,7 @@ class Sums:
                     options["products"] = group.factors.leaves
                 group.buckets = _kind(group.device, comm)(
                     comm,
-                    leaves_of(group.members),
+                    [Leaf.of(member) for member in group.members],
                     bucket_bytes=self._plan.bucket_bytes,
                     wire_dtype=group.wire_dtype,
                     label=self._label,
@@ -242,11 +242,9 @@ def _check_device(device: str, region: Region) -> None:
     own = region.session.device.type
     if device not in ("cpu", own):
         raise SpecError(
-            message(
-                f"a gradient on {device!r} cannot be summed over a mesh of device {own!r}",
-                where=region.session.where(),
-                remedy=f"compute on {own!r}, or make the mesh with device={device!r}",
-            )
+            f"a gradient on {device!r} cannot be summed over a mesh of device {own!r}",
+            where=region.session.where(),
+            remedy=f"compute on {own!r}, or make the mesh with device={device!r}",
         )
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.communicator import Communicator
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import being_recorded, in_torch_func, run_as_written
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
-from .torch_private import being_exported
+from .torch_private import being_exported, is_batch_of_gradients
 
 
 class _State:
@@ -119,13 +119,21 @@ class tokens:
         self._is_outermost = here.token is None
         if here.token is None:
             here.token = torch.zeros((), requires_grad=True, device="cpu")
+            self._mark(True)
         return Tokens(here.token)
 
     def __exit__(self, *_: object) -> None:
         if self._is_outermost:
             self._state.token = None
+            self._mark(False)
             while self._state.afterwards:
                 self._state.afterwards.pop()()
+
+    @staticmethod
+    def _mark(begun: bool) -> None:
+        region = current()
+        if region is not None:
+            region.in_gradient = begun
 
 
 def after_gradient(callback: Callable[[], None]) -> bool:
@@ -155,21 +163,17 @@ def refuse_recording(what: str) -> None:
     region = current()
     if region is not None and region.within:
         raise SpecError(
-            message(
-                f"{what} was called in a function given to {region.within}, which torch compiles: it can't communicate",
-                where=region.session.where(),
-                remedy="communicate before it or after it; or write Python's if and for, on numbers that all ranks "
-                'have alike, as in if float(psum(x.sum(), "data")) > 0',
-            )
+            f"{what} was called in a function given to {region.within}, which torch compiles: it can't communicate",
+            where=region.session.where(),
+            remedy="communicate before it or after it; or write Python's if and for, on numbers that all ranks "
+            'have alike, as in if float(psum(x.sum(), "data")) > 0',
         )
     if being_exported() or being_recorded():
         raise SpecError(
-            message(
-                f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
-                "torch.export), which would keep its result as a constant",
-                remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
-                "so does torch.compile",
-            )
+            f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
+            "torch.export), which would keep its result as a constant",
+            remedy="record what lies between the collectives; torch.func.jvp and vjp go through them, and "
+            "so does torch.compile",
         )
 
 
@@ -242,6 +246,12 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+        if is_batch_of_gradients(gradient):
+            raise SpecError(
+                f"the gradient of {ctx.operation.name} was asked for many rows at once, by "
+                "torch.autograd.grad(is_grads_batched=True) or jacobian(vectorize=True), which it can't take",
+                remedy="use torch.func.jacfwd or jacrev, or a loop over the rows",
+            )
         with _working_for(ctx.region, ctx.state):
             return ctx.operation.vjp(forget_undefined(gradient, ctx.plan), *ctx.saved_tensors), None, None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def being_exported() -> bool:
@@ -11,3 +12,11 @@ def being_exported() -> bool:
     Public way: `torch.compiler.is_exporting`, which is true in what `torch.compile` traces, too, until torch 2.12.
     """
     return torch.compiler._is_exporting_flag
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Whether it stands for many, one for each row of what `torch.autograd.grad(is_grads_batched=True)` was given.
+
+    Public way: none. They are not those of `torch.func.vmap`, and nothing but torch's own operations takes them.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)

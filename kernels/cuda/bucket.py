@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..bucket import Leaf, Packed, packed
 from ..call import labelled
-from ..errors import SpecError, message
+from ..errors import SpecError
 from .nccl import NcclCommunicator
 from .pack import DTYPES, Table, has_kernel
 
@@ -145,10 +145,8 @@ def _dtypes(leaf: Leaf, wire_dtype: torch.dtype | None) -> tuple[torch.dtype, to
         return dtype, dtype
     if not has_kernel(dtype, wire_dtype):
         raise SpecError(
-            message(
-                "wire_dtype got a dtype that gradients on GPUs cannot travel as",
-                got=str(wire_dtype),
-                expected="one of " + ", ".join(map(str, DTYPES)),
-            )
+            "wire_dtype got a dtype that gradients on GPUs cannot travel as",
+            got=str(wire_dtype),
+            expected="one of " + ", ".join(map(str, DTYPES)),
         )
     return dtype, wire_dtype

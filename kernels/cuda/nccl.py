@@ -77,6 +77,7 @@ class NcclCommunicator(Communicator):
     """
 
     backend = "nccl"
+    stamped = True
 
     def __init__(
         self,
@@ -121,6 +122,11 @@ class NcclCommunicator(Communicator):
         if self._messages_between is not None:
             self._messages_between.close()
             self._messages_between = None
+
+    def end_call(self) -> None:
+        super().end_call()
+        self.host.end_call()
+        self._post.end_call()
 
     def check(self) -> None:
         """Raise the error that has occurred since the last operation was started, if any."""
@@ -283,11 +289,11 @@ class NcclCommunicator(Communicator):
         buffer = writable(tensor)
         return MessageWork(self.channel, super().irecv(buffer, src, tag), tensor, buffer)
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
-        return self._messages_of().send(tensor, dst, tag, self.streams.event())
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, stamp: int = 0) -> Steps:
+        return self._messages_of().send(tensor, dst, tag, stamp, self.streams.event())
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        return self._messages_of().recv(tensor, src, tag, self.streams.event())
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, stamp: int = 0) -> Steps:
+        return self._messages_of().recv(tensor, src, tag, stamp, self.streams.event())
 
     def _messages_of(self) -> Messages:
         if self._messages_between is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..communicator import Communicator
-from ..errors import Aborted, CollectiveMismatch, MeshError, PeerLost, message
+from ..errors import Aborted, CollectiveMismatch, MeshError, PeerLost
 from ..waiting import wait_until
 from . import nccl_watchdog
 from .nccl_connection import Connection, Pending, await_endings
@@ -140,11 +140,9 @@ class Channel:
             raise self.failure
         if generation is not None and generation != self.watch.generation:
             raise PeerLost(
-                message(
-                    f"{what} was started before a region failed, and may have been ended half done",
-                    where=f"group {self.ranks}",
-                    remedy="start it again",
-                )
+                f"{what} was started before a region failed, and may have been ended half done",
+                where=f"group {self.ranks}",
+                remedy="start it again",
             )
 
     def settle(self, *, at_once: bool = False) -> None:
@@ -183,7 +181,7 @@ class Channel:
                     raise self.silence(waits[0])
             except Aborted as error:
                 if inside is not None or oldest is None or not self._spared():
-                    again = PeerLost(message("a region failed", where=f"group {self.ranks}", remedy="start afresh"))
+                    again = PeerLost("a region failed", where=f"group {self.ranks}", remedy="start afresh")
                     self._fail(error if self._opened_in == self.watch.generation else again)
             except BaseException as error:
                 self._fail(error)
@@ -207,12 +205,10 @@ class Channel:
             oldest, inside = self._oldest(), self._inside
             what = oldest.what if oldest is not None else "?" if inside is None else inside[0]
             error = PeerLost(
-                message(
-                    f"NCCL failed on rank {self.ranks[self.rank]} in {what}",
-                    got=str(error),
-                    where=f"group {self.ranks}, {self.library.describe()}",
-                    remedy="run with NCCL_DEBUG=INFO, and see the output of the other ranks",
-                )
+                f"NCCL failed on rank {self.ranks[self.rank]} in {what}",
+                got=str(error),
+                where=f"group {self.ranks}, {self.library.describe()}",
+                remedy="run with NCCL_DEBUG=INFO, and see the output of the other ranks",
             )
         with contextlib.suppress(RuntimeError):  # a CUDA error, which every later call raises, too
             self.collectives.count()
@@ -230,11 +226,9 @@ class Channel:
     def silence(self, what: str) -> PeerLost:
         """The error for an operation that takes longer than the timeout."""
         return PeerLost(
-            message(
-                f"{what} on rank {self.ranks[self.rank]} was not over after {self.timeout:g} s",
-                where=f"group {self.ranks}",
-                remedy="see what the other ranks do, or raise Mesh(timeout=)",
-            )
+            f"{what} on rank {self.ranks[self.rank]} was not over after {self.timeout:g} s",
+            where=f"group {self.ranks}",
+            remedy="see what the other ranks do, or raise Mesh(timeout=)",
         )
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -254,7 +248,7 @@ class Channel:
         with self._lock:
             connection = self._connection
         if connection is None:
-            raise self.failure or PeerLost(message(f"{what} on a closed communicator", where=f"group {self.ranks}"))
+            raise self.failure or PeerLost(f"{what} on a closed communicator", where=f"group {self.ranks}")
         capturing = self.streams.capturing()
         kinds = {_kind(*call) for call in calls} - {(name, self.rank) for name in ("send", "recv")}  # not to itself
         connected = capturing or len(self.ranks) == 1 or kinds <= self._connected

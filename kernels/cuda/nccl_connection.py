@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import MeshError, PeerLost, message
+from ..errors import MeshError, PeerLost
 from .nccl_library import Library
 from .placement import fault
 
@@ -58,7 +58,7 @@ class Connection:
         """
         with self._changed:
             if self._ended:
-                raise PeerLost(message("NCCL's communicator was ended before it was called"))
+                raise PeerLost("NCCL's communicator was ended before it was called")
             self._inside += 1
             self._waiting += waits
             self._keepalive = keepalive
@@ -122,13 +122,11 @@ def connected(library: Library, make: Callable[[], Any], enter: Callable[[], Non
         return Connection(make(), enter)
     except ERRORS as error:
         if said := fault():
-            raise MeshError(message("NCCL found a GPU that can be used no more", got=said, remedy=_FAULTY)) from None
+            raise MeshError("NCCL found a GPU that can be used no more", got=said, remedy=_FAULTY) from None
         raise MeshError(
-            message(
-                "NCCL could not connect the GPUs",
-                got=f"{error}; {library.describe()}",
-                remedy="run with NCCL_DEBUG=INFO; ranks need a GPU each, and a driver as new as their CUDA version",
-            )
+            "NCCL could not connect the GPUs",
+            got=f"{error}; {library.describe()}",
+            remedy="run with NCCL_DEBUG=INFO; ranks need a GPU each, and a driver as new as their CUDA version",
         ) from None
 
 
@@ -176,7 +174,7 @@ class Pending:
             raise self._error
         with self._lock:
             if self._abandoned.is_set():
-                raise PeerLost(message("NCCL's communicator was abandoned while it was being made"))
+                raise PeerLost("NCCL's communicator was abandoned while it was being made")
             found, self._found = self._found, None
         return found
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..communicator import Communicator
-from ..errors import PeerLost, message
+from ..errors import PeerLost
 from ..waiting import wait_until
 from .nccl_connection import Connection, Pending, await_endings, connected, joined
 from .nccl_library import Library
@@ -101,11 +101,9 @@ class Group:
 
         def on_timeout() -> PeerLost:
             return PeerLost(
-                message(
-                    f"rank {host.ranks[host.rank]} was not {what} {whom} after {host.timeout:g} s",
-                    where=f"group {host.ranks}, {self.library.describe()}",
-                    remedy="see what the other ranks do, run with NCCL_DEBUG=INFO, or raise Mesh(timeout=)",
-                )
+                f"rank {host.ranks[host.rank]} was not {what} {whom} after {host.timeout:g} s",
+                where=f"group {host.ranks}, {self.library.describe()}",
+                remedy="see what the other ranks do, run with NCCL_DEBUG=INFO, or raise Mesh(timeout=)",
             )
 
         wait_until(ready, host._watch, timeout=host.timeout, oversubscribed=True, on_timeout=on_timeout)

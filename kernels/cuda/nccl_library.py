@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MeshError, message
+from ..errors import MeshError
 
 _SPLIT = 21801  # the first NCCL with ncclCommSplit
 _SHARED_GPU = 23000  # the first that takes several ranks on one GPU
@@ -95,12 +95,10 @@ def _check_major(cupy: Any) -> None:
     wanted, found = int(torch.version.cuda.partition(".")[0]), cupy.cuda.runtime.runtimeGetVersion() // 1000
     if wanted != found:
         raise MeshError(
-            message(
-                "CuPy and torch are built for different CUDA versions",
-                got=f"CuPy {cupy.__version__} for CUDA {found}, torch {torch.__version__} for {torch.version.cuda}",
-                expected=f"a CuPy for CUDA {wanted}",
-                remedy=f"pip uninstall cupy-cuda{found}x, then pip install cupy-cuda{wanted}x",
-            )
+            "CuPy and torch are built for different CUDA versions",
+            got=f"CuPy {cupy.__version__} for CUDA {found}, torch {torch.__version__} for {torch.version.cuda}",
+            expected=f"a CuPy for CUDA {wanted}",
+            remedy=f"pip uninstall cupy-cuda{found}x, then pip install cupy-cuda{wanted}x",
         )
 
 
@@ -113,37 +111,33 @@ def load() -> Library:
     """
     if os.environ.get("NCCL_COMM_BLOCKING") == "0":
         raise MeshError(
-            message(
-                "NCCL_COMM_BLOCKING=0 can't be used",
-                got="communicators that are not ready when CuPy says that they are made",
-                remedy="unset it",
-            )
+            "NCCL_COMM_BLOCKING=0 can't be used",
+            got="communicators that are not ready when CuPy says that they are made",
+            remedy="unset it",
         )
     install = f"pip install spmd[{extra()}]"
     try:
         import cupy
         from cupy.cuda import nccl
     except ImportError as error:
-        raise MeshError(message("device 'cuda' needs CuPy", got=str(error).strip(), remedy=install)) from None
+        raise MeshError("device 'cuda' needs CuPy", got=str(error).strip(), remedy=install) from None
     _check_major(cupy)
     if not getattr(nccl, "available", False):
         raise MeshError(
-            message("CuPy finds no NCCL", got=f"CuPy {cupy.__version__}", remedy=f"{install}, or nvidia-nccl by itself")
+            "CuPy finds no NCCL", got=f"CuPy {cupy.__version__}", remedy=f"{install}, or nvidia-nccl by itself"
         )
     paths = mapped_files()
     if len(paths) > 1:
         raise MeshError(
-            message(
-                "several libraries of NCCL are mapped into this process",
-                got=", ".join(paths),
-                expected="one",
-                remedy="keep the one that torch brings, and import torch before cupy",
-            )
+            "several libraries of NCCL are mapped into this process",
+            got=", ".join(paths),
+            expected="one",
+            remedy="keep the one that torch brings, and import torch before cupy",
         )
     found = Library(nccl, nccl.get_version(), paths[0] if paths else "", cupy.__version__, _doubt())
     if found.version < _SPLIT:
         raise MeshError(
-            message("NCCL is too old", got=found.describe(), expected="2.18.1 or later", remedy=f"{install} --upgrade")
+            "NCCL is too old", got=found.describe(), expected="2.18.1 or later", remedy=f"{install} --upgrade"
         )
     return found
 
@@ -156,20 +150,16 @@ def check_driver() -> None:
     """
     if torch.version.cuda is None:
         raise MeshError(
-            message(
-                "device 'cuda' needs a build of torch for CUDA",
-                got=f"torch {torch.__version__}",
-                remedy="install torch from the index of a CUDA version, see pytorch.org",
-            )
+            "device 'cuda' needs a build of torch for CUDA",
+            got=f"torch {torch.__version__}",
+            remedy="install torch from the index of a CUDA version, see pytorch.org",
         )
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise MeshError(
-            message(
-                "device 'cuda' finds no GPU",
-                got=f"torch {torch.__version__} for CUDA {torch.version.cuda}, CUDA_VISIBLE_DEVICES={visible!r}",
-                remedy="see what nvidia-smi shows: the driver must be as new as that CUDA version",
-            )
+            "device 'cuda' finds no GPU",
+            got=f"torch {torch.__version__} for CUDA {torch.version.cuda}, CUDA_VISIBLE_DEVICES={visible!r}",
+            remedy="see what nvidia-smi shows: the driver must be as new as that CUDA version",
         )
 
 

@@ -1,11 +1,11 @@
 """Messages between GPUs: NCCL has no tags, and a send waits for its receive, so the hosts arrange each message first.
 
-The sender's host tells the receiver's host (tag, size, number) and waits for its answer; then each puts its half on a
-stream. Each direction of each pair of ranks has an NCCL communicator (`nccl_pairs`) and a stream (`lanes`). So both
-sides start their halves in the same order, that of the answers, and no send waits for another direction. The caller's
-streams wait for a message only from `wait()` on: before that, its peer may be waiting for something else. A rank's
-message to itself is a send and a receive in one group of NCCL calls. Invariant: a half is put on a stream only when the
-other half will be, too.
+The sender's host tells the receiver's host (tag, size, number, stamp) and waits for its answer; then each puts its half
+on a stream. Each direction of each pair of ranks has an NCCL communicator (`nccl_pairs`) and a stream (`lanes`). So
+both sides start their halves in the same order, that of the answers, and no send waits for another direction. The
+caller's streams wait for a message only from `wait()` on: before that, its peer may be waiting for something else. A
+rank's message to itself is a send and a receive in one group of NCCL calls. Invariant: a half is put on a stream only
+when the other half will be, too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ..call import check_size
+from ..call import check_received
 from ..communicator import Communicator
 from ..operations import Steps
 from .lanes import Direction, Lanes
 from .nccl_arithmetic import nccl_type
 from .nccl_channel import Channel
 
-_HEAD = struct.Struct("<qq128s")  # bytes, number of the message, unique id of a new communicator
+_HEAD = struct.Struct("<qqQ128s")  # bytes, number of the message, stamp, unique id of a new communicator
 
 
 class Messages:
@@ -43,7 +43,7 @@ class Messages:
         self._answers: dict[int, int] = {}  # source -> answers given
         self._put_so_far: dict[Direction, int] = {}
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, before: Any) -> Steps:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, stamp: int, before: Any) -> Steps:
         """Send bytes that are ready after the event `before`."""
         rank = self._channel.rank
         if dst not in self._ids:
@@ -52,7 +52,8 @@ class Messages:
         number = self._numbers
         if dst == rank:
             self._own[number] = tensor, before
-        header = torch.frombuffer(bytearray(_HEAD.pack(tensor.numel(), number, self._ids[dst])), dtype=torch.uint8)
+        head = _HEAD.pack(tensor.numel(), number, stamp, self._ids[dst])
+        header = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         answer = torch.empty(1, dtype=torch.int64, device="cpu")
         answered = self._post.irecv(answer, dst, 2 * number + 1)
         announced = self._post.isend(header, dst, 2 * tag)
@@ -71,15 +72,15 @@ class Messages:
         self._put_so_far[direction] = self._put_so_far.get(direction, 0) + 1
         return None, after
 
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, before: Any) -> Steps:
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, stamp: int, before: Any) -> Steps:
         """Receive bytes into memory that is free after the event `before`."""
         rank = self._channel.rank
         header = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
         coming = self._post.irecv(header, src, 2 * tag)
         yield coming.is_completed
         source = coming.wait()
-        nbytes, number, unique = _HEAD.unpack(header.numpy().tobytes())
-        check_size(self._channel.ranks, rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+        nbytes, number, sent, unique = _HEAD.unpack(header.numpy().tobytes())
+        check_received(self._channel, source, tag, got=(nbytes, sent), expected=(tensor.numel(), stamp))
         direction = source, rank
         if nbytes:
             yield lambda: self._receives.promise(direction)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import SpecError, message
+from ..errors import SpecError
 
 
 def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
@@ -20,12 +20,10 @@ def is_on(device: torch.device, what: str, *tensors: torch.Tensor) -> bool:
         return True
     if len({one.type for one in devices}) > 1 or any(one.type == device.type and one != device for one in devices):
         raise SpecError(
-            message(
-                f"{what} got tensors of other devices than its own",
-                got=", ".join(sorted(map(str, devices))),
-                expected=f"all on {device}, or all on the CPU",
-                remedy="move them with .to()",
-            )
+            f"{what} got tensors of other devices than its own",
+            got=", ".join(sorted(map(str, devices))),
+            expected=f"all on {device}, or all on the CPU",
+            remedy="move them with .to()",
         )
     return any(one.type == device.type for one in devices)
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from ..call import Call, absent, check_pieces, disagreement
 from ..callsite import call_site
+from ..collectives import matched
 from ..communicator import Communicator
-from ..errors import PeerLost, message
-from ..operations import Steps, Work, matched
+from ..errors import PeerLost
+from ..operations import Steps, Work
 from ..progress import ProgressCounters
 from ..shm.arena import Arena
 from ..waiting import Watch, wait_until
@@ -34,9 +35,6 @@ class NetworkedCommunicator(Communicator):
     Args:
         store: any `torch.distributed` store that all ranks of the group share.
     """
-
-    # Whether sending a message needs nothing from the receiver.
-    sends_alone = True
 
     def __init__(
         self,
@@ -76,11 +74,9 @@ class NetworkedCommunicator(Communicator):
         def on_timeout() -> PeerLost:
             missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
             return PeerLost(
-                message(
-                    f"rank {self.ranks[self.rank]} waited {self.timeout:g} s for ranks {missing} to open their group",
-                    where=f"group {self.ranks}",
-                    remedy="every rank of the group must make the same calls",
-                )
+                f"rank {self.ranks[self.rank]} waited {self.timeout:g} s for ranks {missing} to open their group",
+                where=f"group {self.ranks}",
+                remedy="every rank of the group must make the same calls",
             )
 
         wait_until(
@@ -139,7 +135,7 @@ class NetworkedCommunicator(Communicator):
         if not self._is_message(work) or self._counters is None:
             return super()._took_part(rank, work)
         if work.what.startswith("send"):
-            if self.sends_alone:
+            if self._takes_messages(rank):
                 return True
         else:
             self.poll_messages()
@@ -149,11 +145,15 @@ class NetworkedCommunicator(Communicator):
         self._operations.progress_messages()
         return work.done
 
+    @abc.abstractmethod
+    def _takes_messages(self, rank: int) -> bool:
+        """Whether messages can be sent to a rank that has left the region."""
+
     def _cut_off(self, reason: str) -> PeerLost:
         """The error for a lost connection, unless the watch raises one that says more."""
         self._look_for_death()
         problem = f"rank {self.ranks[self.rank]} lost the connection to a rank of group {self.ranks}"
-        return PeerLost(message(problem, got=reason, remedy="see the output of the other ranks"))
+        return PeerLost(problem, got=reason, remedy="see the output of the other ranks")
 
     def _look_for_death(self) -> None:
         """After a broken connection, give the watch a moment to raise who died or aborted, and why."""
@@ -167,9 +167,7 @@ class NetworkedCommunicator(Communicator):
 def not_of_this_job(comm: Communicator, source: int) -> PeerLost:
     """The error for data that claims to be from a rank of the group, but has no valid code."""
     return PeerLost(
-        message(
-            f"what came as rank {comm.ranks[source]}'s is not of this job",
-            where=f"rank {comm.ranks[comm.rank]}, group {comm.ranks}",
-            remedy="see who else can reach the ports of this job: docs/security.md",
-        )
+        f"what came as rank {comm.ranks[source]}'s is not of this job",
+        where=f"rank {comm.ranks[comm.rank]}, group {comm.ranks}",
+        remedy="see who else can reach the ports of this job: docs/security.md",
     )

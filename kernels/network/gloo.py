@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call import Call, check_size
-from ..errors import MeshError, PeerLost, message
+from ..call import Call, check_received
+from ..errors import MeshError, PeerLost
 from ..flat import sizes
 from ..operations import Steps
 from ..processes import Owned
@@ -29,7 +29,7 @@ from ..waiting import Watch, wait_until
 from . import gloo_group
 from .communicator import NetworkedCommunicator
 from .interface import address_of
-from .mailbox import Mailbox
+from .mailbox import Mailbox, address_key
 
 _LONG = datetime.timedelta(days=1)  # longer than any operation; ends those that were given up and that Gloo keeps
 
@@ -52,6 +52,7 @@ class GlooCommunicator(NetworkedCommunicator):
     """
 
     backend = "gloo"
+    stamped = True
 
     def __init__(
         self,
@@ -82,13 +83,11 @@ class GlooCommunicator(NetworkedCommunicator):
             options = gloo_options(self.timeout, address)
         except RuntimeError as error:
             raise MeshError(
-                message(
-                    f"Gloo can't listen at {address} on {socket.gethostname()}",
-                    got=_reason(error),
-                    expected="an IPv4 address of this host, if only that of its loopback",
-                    remedy="give it one (ip addr add 127.0.0.1/8 dev lo), correct SPMD_INTERFACE, or on one host take "
-                    "backend='shm'",
-                )
+                f"Gloo can't listen at {address} on {socket.gethostname()}",
+                got=_reason(error),
+                expected="an IPv4 address of this host, if only that of its loopback",
+                remedy="give it one (ip addr add 127.0.0.1/8 dev lo), correct SPMD_INTERFACE, or on one host take "
+                "backend='shm'",
             ) from None
         self._turns: dict[int, int] = {}  # messages started, by destination
         self._posted: dict[int, int] = {}  # messages handed to the mailbox
@@ -115,11 +114,9 @@ class GlooCommunicator(NetworkedCommunicator):
 
     def _unconnected(self, reason: str) -> PeerLost:
         return PeerLost(
-            message(
-                f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
-                got=reason,
-                remedy="see that all ranks are running and that the hosts reach each other",
-            )
+            f"rank {self.ranks[self.rank]} could not connect to group {self.ranks} over Gloo",
+            got=reason,
+            remedy="see that all ranks are running and that the hosts reach each other",
         )
 
     def close(self) -> None:
@@ -183,7 +180,7 @@ class GlooCommunicator(NetworkedCommunicator):
             self._mailbox = Mailbox(self._store, self._name, self.rank, self._address())
         return self._mailbox
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, stamp: int = 0) -> Steps:
         mailbox = self._open_mailbox()
         # Messages to one destination keep their order: each waits until the ones before it are posted.
         turn = self._turns.get(dst, 0)
@@ -191,7 +188,7 @@ class GlooCommunicator(NetworkedCommunicator):
         yield lambda: self._posted.get(dst, 0) == turn and mailbox.connected(dst)
         if self._counters is not None:
             self._counters.send(dst)
-        message = mailbox.post(tensor, dst, tag)
+        message = mailbox.post(tensor, dst, tag, stamp)
         self._posted[dst] = turn + 1
 
         def sent() -> bool:
@@ -206,12 +203,15 @@ class GlooCommunicator(NetworkedCommunicator):
 
         yield sent
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, stamp: int = 0) -> Steps:
         self._open_mailbox()
-        source, _, data = yield from self._message(src, tag)
-        check_size(self.ranks, self.rank, source=source, tag=tag, got=data.numel(), expected=tensor.numel())
+        source, _, data, sent = yield from self._message(src, tag)
+        check_received(self, source, tag, got=(data.numel(), sent), expected=(tensor.numel(), stamp))
         tensor.copy_(data)
         return source
+
+    def _takes_messages(self, rank: int) -> bool:
+        return bool(self._store.check([address_key(self._name, rank)]))  # from then on its mailbox's thread takes them
 
     def poll_messages(self) -> None:
         # The mailbox's thread appends at any time; receives match the messages that are there at this moment.

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from ..call import other_calls
 from ..errors import Aborted, PeerLost, message
-from ..shm.arena import Arena
-from ..shm.standing import StandingArena
+from ..shm.arena import Arena, StandingArena
 from .interface import is_loopback
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
@@ -132,6 +131,8 @@ class HostArena(Arena):
         rank: this process's rank.
         beyond: the watch through which this host tells others of aborts, and hears of theirs.
     """
+
+    has_all_ranks = False
 
     def __init__(self, fd: int, members: Sequence[int], rank: int, beyond: StoreWatch):
         self.members, self.beyond = tuple(members), beyond

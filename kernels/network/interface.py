@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 
-from ..errors import MeshError, message
+from ..errors import MeshError
 
 _SIOCGIFADDR = 0x8915
 
@@ -39,12 +39,10 @@ def address_of(interface: str) -> str:
         return _address_of(interface)
     except OSError as error:
         raise MeshError(
-            message(
-                f"network interface {interface!r} can't be used on {socket.gethostname()}",
-                got=str(error),
-                expected=f"one of {sorted(addresses())}, or an address of this host",
-                remedy="correct SPMD_INTERFACE, GLOO_SOCKET_IFNAME or initialize(interface=)",
-            )
+            f"network interface {interface!r} can't be used on {socket.gethostname()}",
+            got=str(error),
+            expected=f"one of {sorted(addresses())}, or an address of this host",
+            remedy="correct SPMD_INTERFACE, GLOO_SOCKET_IFNAME or initialize(interface=)",
         ) from None
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PeerLost, message
+from ..errors import PeerLost
 from ..processes import Owned
 from .authentication import CODE_BYTES, MessageCodes, code, key_of, same
 from .frames import Changed
@@ -36,6 +36,11 @@ from .messages import HELLO, Incoming, Outgoing
 
 _STRANGERS = 32  # how many connections may exist that have not said hello
 _PAUSE_SECONDS = 0.1  # how long nobody is let in when this process can open no more files; and between dials
+
+
+def address_key(name: str, rank: int) -> str:
+    """Where a rank publishes the address of its mailbox, in the group's store."""
+    return f"{name}/mailbox/{rank}"
 
 
 class Mailbox(Owned):
@@ -49,7 +54,7 @@ class Mailbox(Owned):
     def __init__(self, store: Any, name: str, rank: int, host: str):
         super().__init__()
         self._store, self._name, self._rank = store, name, rank
-        self.inbox: list[tuple[int, int, torch.Tensor]] = []  # (source, tag, bytes) not yet received
+        self.inbox: list[tuple[int, int, torch.Tensor, int]] = []  # (source, tag, bytes, stamp) not yet received
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self._key, self._number = key_of(store), secrets.token_bytes(CODE_BYTES)
@@ -68,7 +73,7 @@ class Mailbox(Owned):
         self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
         self._closed = self._pausing = False
         self._failure: BaseException | None = None
-        store.set(f"{name}/mailbox/{rank}", f"{host} {self._listener.getsockname()[1]} {self._number.hex()}")
+        store.set(address_key(name, rank), f"{host} {self._listener.getsockname()[1]} {self._number.hex()}")
         self._thread = threading.Thread(target=self._serve, name="spmd-mailbox", daemon=True)
         self._thread.start()
 
@@ -105,7 +110,7 @@ class Mailbox(Owned):
         if isinstance(self._failure, Changed):
             got, remedy = str(self._failure), "see who else can reach the ports of this job: docs/security.md"
         problem = f"rank {self._rank} of its group can neither send nor receive messages any more"
-        raise PeerLost(message(problem, got=got, remedy=remedy))
+        raise PeerLost(problem, got=got, remedy=remedy)
 
     def connected(self, peer: int) -> bool:
         """Whether a peer has let this rank in; dials it if it listens, and again if it dropped the connection.
@@ -136,7 +141,7 @@ class Mailbox(Owned):
         return True
 
     def _dial(self, peer: int) -> bool:
-        key = f"{self._name}/mailbox/{peer}"
+        key = address_key(self._name, peer)
         if time.monotonic() < self._again_at.get(peer, 0.0) or not self._store.check([key]):
             return False
         host, port, text = self._store.get(key).decode().split()
@@ -153,10 +158,11 @@ class Mailbox(Owned):
         self._dialled[peer] = connection, codes, self._welcome(number, self._rank, peer)
         return True
 
-    def post(self, tensor: torch.Tensor, peer: int, tag: int) -> Outgoing:
-        """Queue flat uint8 bytes for a connected peer."""
+    def post(self, tensor: torch.Tensor, peer: int, tag: int, stamp: int) -> Outgoing:
+        """Queue flat uint8 bytes, and their stamp, for a connected peer."""
         with self._lock:
-            message = Outgoing(tag, tensor, self._codes[peer])  # under the lock: codes depend on the messages' order
+            # Under the lock, since codes depend on the messages' order.
+            message = Outgoing(tag, stamp, tensor, self._codes[peer])
             connection, queue = self._outgoing[peer]
             queue.append(message)
             # Most messages fit into the socket's buffer: send them here, without the thread.

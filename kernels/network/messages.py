@@ -14,6 +14,7 @@ import torch
 from .authentication import CODE_BYTES, MessageCodes
 from .frames import Changed, Frames, framed
 
+_STAMP = struct.Struct("<Q")  # before a message's bytes
 HELLO = struct.Struct(f"<q{CODE_BYTES}s")  # the sender's rank, and its code
 
 
@@ -26,9 +27,9 @@ class Outgoing:
 
     __slots__ = ("_pieces", "_tensor", "lost", "piece", "sent")
 
-    def __init__(self, tag: int, tensor: torch.Tensor, codes: MessageCodes | None):
+    def __init__(self, tag: int, stamp: int, tensor: torch.Tensor, codes: MessageCodes | None):
         self._tensor = tensor  # keeps the memory alive
-        self._pieces = framed(tag, [tensor.numpy().data], codes)
+        self._pieces = framed(tag, [memoryview(_STAMP.pack(stamp)), tensor.numpy().data], codes)
         self.piece: memoryview | None = next(self._pieces)
         self.sent = self.lost = False
 
@@ -49,7 +50,7 @@ class Incoming:
     def __init__(
         self,
         connection: socket.socket,
-        inbox: list[tuple[int, int, torch.Tensor]],
+        inbox: list[tuple[int, int, torch.Tensor, int]],
         admit: Callable[[bytes], int | None],
         codes_of: Callable[[int], MessageCodes | None],
     ):
@@ -77,10 +78,10 @@ class Incoming:
 
     def _take(self, tag: int, body: memoryview) -> None:
         assert self.source is not None
-        data = (
-            torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-        self._inbox.append((self.source, tag, data))
+        if len(body) < _STAMP.size:
+            raise Changed
+        data = torch.frombuffer(body, dtype=torch.uint8)
+        self._inbox.append((self.source, tag, data[_STAMP.size :], *_STAMP.unpack_from(body)))
 
     def _read_hello(self) -> bool:
         data = self.connection.recv(HELLO.size - len(self._hello))

@@ -4,8 +4,9 @@ Bytes travel through mpi4py's nonblocking operations; the arithmetic is done her
 waits inside MPI, requests are only tested, so that aborts and timeouts are noticed; and memory that MPI may still read
 or write is kept until MPI is done with it.
 
-A message is a packet (tag, length, number) on one MPI tag. The packet includes a short body; a longer body follows on
-the MPI tag of its number. So any integer can be a tag, receives match in any order, and sizes are known beforehand.
+A message is a packet (tag, length, number, stamp) on one MPI tag. The packet includes a short body; a longer body
+follows on the MPI tag of its number. So any integer can be a tag, receives match in any order, and sizes are known
+beforehand.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call import Call, check_size
-from ..errors import MeshError, message
+from ..call import Call, check_received
+from ..errors import MeshError
 from ..flat import sizes
 from ..operations import Steps
 from ..waiting import Watch
 from .communicator import NetworkedCommunicator
 
-_PACKET = struct.Struct("<qQQ")  # tag, bytes, number
+_PACKET = struct.Struct("<qQQQ")  # tag, bytes, number, stamp
 _INLINE = 2048  # a body up to this size is in its packet; MPIs send so little without waiting for the receiver
 _CHUNK = 1 << 30  # MPI before version 4 counts in 32 bits
 _PACKETS, _PIECES, _BODIES = 0, 1, 2  # MPI tags; bodies use this one and all above
@@ -42,17 +43,15 @@ def _mpi() -> Any:
     """mpi4py's module; importing it starts MPI, which ends the process if there is no MPI job to join."""
     if not any(os.environ.get(name) for name in _STARTED):
         raise MeshError(
-            message(
-                "backend 'mpi' needs a process that mpirun started",
-                got=f"none of {', '.join(_STARTED)} is set",
-                remedy="run under mpirun (mpirun -n 2 python train.py), or use backend='auto'",
-            )
+            "backend 'mpi' needs a process that mpirun started",
+            got=f"none of {', '.join(_STARTED)} is set",
+            remedy="run under mpirun (mpirun -n 2 python train.py), or use backend='auto'",
         )
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MeshError(
-            message("backend 'mpi' needs mpi4py", got=str(error), remedy="pip install spmd[mpi], and run under mpirun")
+            "backend 'mpi' needs mpi4py", got=str(error), remedy="pip install spmd[mpi], and run under mpirun"
         ) from None
     return MPI
 
@@ -65,7 +64,7 @@ class MpiCommunicator(NetworkedCommunicator):
     """
 
     backend = "mpi"
-    sends_alone = False
+    stamped = True
 
     def __init__(
         self,
@@ -82,11 +81,9 @@ class MpiCommunicator(NetworkedCommunicator):
         world = self._mpi.COMM_WORLD
         if world.rank != global_rank or max(ranks) >= world.size:
             raise MeshError(
-                message(
-                    "the ranks are not those of MPI",
-                    got=f"rank {global_rank} of group {self.ranks}, which MPI calls rank {world.rank} of {world.size}",
-                    remedy="run under mpirun, and let it number the ranks",
-                )
+                "the ranks are not those of MPI",
+                got=f"rank {global_rank} of group {self.ranks}, which MPI calls rank {world.rank} of {world.size}",
+                remedy="run under mpirun, and let it number the ranks",
             )
         self._comm: Any = None
         self._under_way: dict[int, tuple[list[Any], list[Any]]] = {}  # sends and receives that may not be over
@@ -163,10 +160,10 @@ class MpiCommunicator(NetworkedCommunicator):
 
     # -- point to point ------------------------------------------------------------------------------------------------
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, stamp: int = 0) -> Steps:
         number = self._numbers[dst]
         self._numbers[dst] += 1
-        packet = torch.frombuffer(bytearray(_PACKET.pack(tag, tensor.numel(), number)), dtype=torch.uint8)
+        packet = torch.frombuffer(bytearray(_PACKET.pack(tag, tensor.numel(), number, stamp)), dtype=torch.uint8)
         short = tensor.numel() <= _INLINE
         sends = self._sending(torch.cat([packet, tensor]) if short else packet, dst, _PACKETS)
         if not short:
@@ -175,14 +172,17 @@ class MpiCommunicator(NetworkedCommunicator):
             self._counters.send(dst)
         yield from self._done(sends, [])
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        source, _, nbytes, number, body = yield from self._message(src, tag)
-        check_size(self.ranks, self.rank, source=source, tag=tag, got=nbytes, expected=tensor.numel())
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, stamp: int = 0) -> Steps:
+        source, _, nbytes, number, body, sent = yield from self._message(src, tag)
+        check_received(self, source, tag, got=(nbytes, sent), expected=(tensor.numel(), stamp))
         if nbytes <= _INLINE:
             tensor.copy_(body)
         else:
             yield from self._done([], self._receiving(tensor, source, _BODIES + number % self._bodies))
         return source
+
+    def _takes_messages(self, rank: int) -> bool:
+        return False
 
     def poll_messages(self) -> None:
         while True:
@@ -192,5 +192,6 @@ class MpiCommunicator(NetworkedCommunicator):
                 return
             data = torch.empty(status.Get_count(self._mpi.BYTE), dtype=torch.uint8, device="cpu")
             packet.Recv(self._raw(data))  # the packet has arrived, and is short: this does not wait
-            tag, nbytes, number = _PACKET.unpack_from(data.numpy().data)
-            self._inbox.append((status.Get_source(), tag, nbytes, number, data[_PACKET.size :]))  # and a short body
+            tag, nbytes, number, stamp = _PACKET.unpack_from(data.numpy().data)
+            body = data[_PACKET.size :]  # if it is short
+            self._inbox.append((status.Get_source(), tag, nbytes, number, body, stamp))

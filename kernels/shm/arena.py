@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..errors import PeerLost
 from .answers import Answers, answers_bytes
 from .blocks import Register, ResultBlocks, Views
 from .board import Board, board_bytes
@@ -239,6 +240,33 @@ class Arena(Board):
         if tensor.layout is not torch.strided:  # it has no storage
             return False
         return 0 <= tensor.data_ptr() - self.address < self._length or self.views.offset_of(tensor) is not None
+
+
+class StandingArena(Arena):
+    """An `Arena` for ranks that run outside of regions: they are together from `begin` to `end`, or to a process's end.
+
+    Nobody tells them that a rank died: a rank that waits for another one checks whether its process still exists.
+    Invariant: an operation does not fail because of a rank that had done its part in it before it ended or died.
+    """
+
+    def begin(self) -> None:
+        """Call this when all ranks have mapped the arena."""
+        self.watch_processes()
+        self.enter(1)
+
+    def end(self) -> None:
+        """Call this when this rank takes part in nothing any more."""
+        self.leave()
+        super().close()
+
+    def check_peers(self) -> None:
+        """Do nothing: a rank's death concerns only ranks that wait for it; see `lost`."""
+
+    def has_left(self, rank: int) -> bool:
+        return super().has_left(rank) or self.lost(rank) is not None
+
+    def lost(self, rank: int) -> PeerLost | None:
+        return self._if_dead(rank)
 
 
 def _give_back(shared: mmap.mmap, offset: int, nbytes: int) -> None:

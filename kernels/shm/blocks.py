@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..errors import MeshError, message
+from ..errors import MeshError
 from ..processes import Owned
 from .heap import Heap
 from .pages import MAP_NORESERVE, PAGE, any_copied
@@ -76,7 +76,7 @@ class Register:
         """Add a block, and set its counters to 0."""
         words, count, users = self._words, self._words[self._start], len(members)
         if count >= self._MOST:
-            raise MeshError(message("too many results of reductions are kept", remedy="keep copies: tensor.clone()"))
+            raise MeshError("too many results of reductions are kept", remedy="keep copies: tensor.clone()")
         first = block // 8
         for user, member in enumerate(members):
             words[first + user] = words[first + users + user] = 0

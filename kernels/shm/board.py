@@ -14,11 +14,13 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from ..call import other_calls
-from ..errors import Aborted, PeerLost, message
+from ..call import all_wait, other_calls
+from ..callsite import call_site
+from ..errors import Aborted, PeerLost
 from ..processes import status_of
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
+from .stalls import Stalls
 
 _STATUS = PAGE  # one page per participant
 _TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
@@ -33,7 +35,7 @@ _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
-_BEGUN, _DONE = 13, 14
+_BEGUN, _DONE, _STALL = 13, 14, 15
 
 _TRACED_SECONDS = 1.0  # between looks whether a rank is traced
 
@@ -46,6 +48,8 @@ def board_bytes(size: int) -> int:
 class Board:
     """A participant's mapping of the arena, and its place on the board: 0..size-1, or `size` for the driver."""
 
+    has_all_ranks = True  # of the mesh
+
     def __init__(self, fd: int, size: int, rank: int):
         self.fd, self.size, self.rank = fd, size, rank
         self._shared = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | MAP_NORESERVE)
@@ -53,6 +57,8 @@ class Board:
         self._bytes = memoryview(self._shared)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
         self.bells = Bells(self.words, self.address, [self._status(each) + _BELL for each in range(size + 1)], rank)
+        pages = map(self._status, range(size))
+        self.stalls = Stalls(self.words, [(page + _STALL, page + _REGION, page + _ACTIVE) for page in pages], rank)
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}  # participant -> pidfd
         self._calls = ["", ""]
@@ -139,6 +145,7 @@ class Board:
             self._calls[region % 2] = call
             self._call_at(self.rank, region)[:] = call.encode(errors="replace")[-_CALL_BYTES:].ljust(_CALL_BYTES, b"\0")
         self.words[base + _TEXT_LENGTH] = 0
+        self.stalls.end()
         # In this order: if a peer saw the new number while the rank is not active, it would think that it has left.
         self.words[base + _ACTIVE] = 1
         self.words[base + _REGION] = region
@@ -162,6 +169,13 @@ class Board:
             if ours != theirs and self.region(peer) == here:
                 own, other = (name.rstrip(b"\0").decode(errors="replace") for name in (ours, theirs))
                 raise other_calls({self.mesh_rank: f"{own}, waiting in {waits_in()}", rank: other})
+
+    def check_all_wait(self, what: str, steps: int) -> None:
+        """Note that this rank has waited in vain so far, for `what`, and raise if all ranks wait for each other."""
+        self.set_waiting(what)
+        if self.has_all_ranks and self.stalls.all_wait(steps):
+            calls = {rank: self.status(rank) for rank in range(self.size)}
+            raise all_wait({**calls, self.rank: f"waiting in {what} at {call_site()}"})
 
     def begin_task(self) -> None:
         """Count a task that this rank begins, in a region or alone."""
@@ -305,7 +319,7 @@ class Board:
             return None
         gone = self.mesh_rank_of(rank)
         problem = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
-        return PeerLost(message(problem, remedy="see its output"), gone)
+        return PeerLost(problem, remedy="see its output", rank=gone)
 
     def close(self) -> None:
         for pidfd in self._peers.values():

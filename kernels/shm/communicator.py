@@ -39,7 +39,7 @@ class ShmCommunicator(Communicator):
     """A group of ranks on one host; see `Communicator`."""
 
     backend = "shm"
-    starts_early = True
+    stamped = starts_early = True
 
     def __init__(self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main"):
         rank = list(ranks).index(arena.mesh_rank)
@@ -82,14 +82,15 @@ class ShmCommunicator(Communicator):
         found: list[int] = []
 
         def opened() -> bool:
+            self._operations.progress_all()
             block = self.arena.directory.lookup(self._participants[0], self._key)
-            if block is not None:
-                found.append(block)
+            found.extend([] if block is None else [block])
             return bool(found)
 
         def on_stall() -> None:
             if self._has_left(0) and not opened():
                 raise self._absence([0], "a collective")
+            self.arena.check_all_wait(f"the first operation of group {self.ranks}", Work.steps_taken)
 
         wait_until(
             opened,
@@ -99,6 +100,7 @@ class ShmCommunicator(Communicator):
             on_timeout=lambda: disagreement(self.ranks, {self.rank: "opens a communicator", 0: "never opened it"}),
             on_stall=on_stall,
         )
+        self.on_waited()
         return found[0]
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -155,6 +157,12 @@ class ShmCommunicator(Communicator):
     def on_stall(self, work: Work) -> None:
         self.poll_messages()  # so that no sender waits for room in a ring while this rank waits for something else
         super().on_stall(work)
+        if not work.is_bounded:
+            self.arena.check_all_wait(work.what, Work.steps_taken)
+
+    def on_waited(self) -> None:
+        super().on_waited()
+        self.arena.stalls.end()
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if self._is_message(work):
@@ -335,8 +343,8 @@ class ShmCommunicator(Communicator):
     def poll_messages(self) -> None:
         self._rings.poll()
 
-    def _send(self, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
-        return self._rings.send(tensor, dst, tag)
+    def _send(self, tensor: torch.Tensor, dst: int, tag: int, stamp: int = 0) -> Steps:
+        return self._rings.send(tensor, dst, tag, stamp)
 
-    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int) -> Steps:
-        return self._rings.recv(tensor, src, tag)
+    def _recv(self, tensor: torch.Tensor, src: int | None, tag: int, stamp: int = 0) -> Steps:
+        return self._rings.recv(tensor, src, tag, stamp)

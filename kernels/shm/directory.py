@@ -6,7 +6,7 @@ key both before and after it reads the offset has read the right offset.
 
 from __future__ import annotations
 
-from ..errors import MeshError, message
+from ..errors import MeshError
 from .pages import PAGE
 
 _BYTES = 16 * PAGE  # of each rank
@@ -31,7 +31,7 @@ class Directory:
         count = words[part]
         entry = next((index for index in range(1, count + 1) if not words[part + 2 * index]), count + 1)
         if entry > _ENTRIES:
-            raise MeshError(message("too many communicators on this mesh", remedy="keep, reuse or close communicators"))
+            raise MeshError("too many communicators on this mesh", remedy="keep, reuse or close communicators")
         words[part + 2 * entry + 1] = offset
         words[part + 2 * entry] = key
         words[part] = max(count, entry)

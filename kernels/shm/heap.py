@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from ..errors import MeshError, message
+from ..errors import MeshError
 from ..processes import Owned, available_bytes
 from .pages import PAGE
 
@@ -59,10 +59,8 @@ class Heap(Owned):
     def allocate(self, nbytes: int) -> int:
         if self.foreign:
             raise MeshError(
-                message(
-                    "a process that a rank has forked asked for shared memory of the rank's",
-                    remedy="compute with copies there: tensor.clone() before the fork",
-                )
+                "a process that a rank has forked asked for shared memory of the rank's",
+                remedy="compute with copies there: tensor.clone() before the fork",
             )
         size = self.rounded(nbytes, self._least)
         with self._lock:
@@ -92,11 +90,9 @@ class Heap(Owned):
                     self._holes[index] = offset + size, length - size
                     return offset
             raise MeshError(
-                message(
-                    "the shared arena is full",
-                    got=f"{nbytes} bytes asked for",
-                    remedy="drop references to tensors made by comm.empty, or use fewer ranks on this host",
-                )
+                "the shared arena is full",
+                got=f"{nbytes} bytes asked for",
+                remedy="drop references to tensors made by comm.empty, or use fewer ranks on this host",
             )
         self._top += size
         self._rising(self._top)

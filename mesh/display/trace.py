@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ..driver.pending import Task
 
 LOGGER = "spmd.trace"
@@ -67,7 +67,7 @@ class Writer(logging.Handler):
             self._file, self._pid = open(path, "w"), os.getpid()  # noqa: SIM115  # until the program ends
         except OSError as error:
             problem, remedy = "SPMD_TRACE names a file that can't be written", "name one that can, or unset it"
-            raise MeshError(message(problem, got=str(error), remedy=remedy)) from None
+            raise MeshError(problem, got=str(error), remedy=remedy) from None
         super().__init__()
         self._meshes: dict[str, tuple[int, Sequence[str]]] = {}  # id -> number of the mesh, and each rank's host
         self._numbers = itertools.count(1)

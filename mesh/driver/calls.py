@@ -6,11 +6,12 @@ results if these may have changed in kind; mostly they answer that nothing has c
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from .. import agreement, protocol, trees
 from ..array import Meta
 from ..program import InputPlan, PlannedCall, Program, describe_path
@@ -34,6 +35,7 @@ class DriverCall:
         shipped: the program, as shipped to the ranks.
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
+        values: a hash of the numbers and names among the leaves, which may be flags.
     """
 
     def __init__(
@@ -45,21 +47,33 @@ class DriverCall:
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
+        values: int,
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
         self.cuts: list[int] = []  # indices of whole Arrays that are cut when they are passed
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
+        # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
+        self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
+        self._follows = self._planned.key, values
+        self._followed = self._axes <= driver.shipped.followed.get(self._follows, frozenset())
+        self._begin()
+
+    def _begin(self) -> None:
         self._encoded: list[bytes] = []  # the ranks' descriptions of the results, and `_found`, put together from them
         self._found: tuple[Any, list[agreement.Result]] | None = None
         self._count = 0
-        # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
-        self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
-        self._followed = self._axes <= driver.shipped.followed.get(self._planned.key, frozenset())
         # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
         self._expected: tuple[Any, tuple[Meta, ...]] | None = None
         self._result_metas: tuple[Any, tuple[Meta, ...], bool] | None = None  # derived from `_found`, see `_metas_of`
+
+    def for_other_values(self) -> DriverCall:
+        """The same for other numbers and names, with which results of other shapes may come back."""
+        other = copy.copy(self)
+        other._begin()
+        other._followed = True
+        return other
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
         """Whether all Arrays among the arguments can be passed, and the mesh still has the layout that this is for."""
@@ -106,7 +120,7 @@ class DriverCall:
             return trees.unflatten(treedef, arrays)
         treedef, found = self._finish(task, looked)
         if looked is Check.TYPES:
-            driver.shipped.followed[self._planned.key] = self._axes
+            driver.shipped.note_followed(self._follows, self._axes)
         _, metas, arrays_only = self._metas_of(found)
         self._expected = (treedef, metas) if arrays_only else None
         results.take_numbers(task)
@@ -122,7 +136,7 @@ class DriverCall:
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""
-        paths = [accessor.codify("") for accessor in self._treedef.accessors()]
+        paths = trees.places(self._treedef)
         names = [
             path[: path.index("]", 3) + 1] for path, leaf in zip(paths, self.plan.leaves, strict=True) if leaf.donated
         ]
@@ -145,7 +159,7 @@ class DriverCall:
 
     def path_of(self, index: int) -> str:
         """What a leaf of the arguments is called."""
-        return f"{describe_path(self._treedef.accessors()[index].codify(''))} of {self._name}"
+        return f"{describe_path(trees.places(self._treedef)[index])} of {self._name}"
 
     def _lacking(self, spans: Sequence[Span]) -> list[tuple[CallValues, int, str]]:
         """The arguments that some rank lacks."""
@@ -195,12 +209,10 @@ class DriverCall:
         if found != treedef or not arrays_only:
             self._driver.run_state.note_failure(task)
             raise SpecError(
-                message(
-                    f"{self._name} returned another structure than before for the same kind of arguments",
-                    got=str(found),
-                    expected=str(treedef),
-                    where=self._where,
-                    remedy="return the same tree of tensors, or a number, which makes calls synchronous",
-                )
+                f"{self._name} returned another structure than before for the same kind of arguments",
+                got=str(found),
+                expected=str(treedef),
+                where=self._where,
+                remedy="return the same tree of tensors, or a number, which makes calls synchronous",
             )
         return metas

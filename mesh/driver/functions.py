@@ -15,13 +15,14 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ...kernels.callsite import warn
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, add_note
 from .. import protocol, trees, wire
 from ..rank.reloading import LoadedModules
 from . import snapshot
 from .session_view import Session
 
 LARGE = 100 << 20  # bytes; of a larger function, with what travels with it, there is a warning
+FOLLOWED = 4096  # calls of which it is known
 
 
 class Shipped:
@@ -52,7 +53,8 @@ class ShippedObjects:
     """What was sent to the ranks of one mesh.
 
     Attributes:
-        followed: the key of a call's plan -> the axes along which its body was followed (`Check.TYPES`).
+        followed: the key of a call's plan, and a hash of its values -> axes along which its body was followed
+            (`Check.TYPES`).
     """
 
     def __init__(self, session: Session, whole: tuple[type, ...]):
@@ -63,11 +65,12 @@ class ShippedObjects:
         self._unused: deque[str] = deque()
         self._naming_values: set[str] = set()
         self._unread: set[str] = set()  # by some rank, mostly because files or a module are missing there: sent again
-        self._treedefs: dict[Any, Shipped] = {}
+        self._treedefs: weakref.WeakValueDictionary[Any, Shipped] = weakref.WeakValueDictionary()
         self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
         self._path = list(sys.path)
         self._sources: dict[str, list[str]] = {}
-        self.followed: dict[str, frozenset[str]] = {}
+        self.followed: dict[tuple[str, int], frozenset[str]] = {}
+        self._to_reload: dict[str, None] = {}  # modules that have failed to load again on ranks
         self.modules = LoadedModules()
         self.modules.notice()
 
@@ -78,11 +81,9 @@ class ShippedObjects:
         if any(name[0] == "ref" for name in names):
             packet.close()
             raise MeshError(
-                message(
-                    f"{getattr(function, '__qualname__', 'a function')} refers to a Ref, the result of one remote call",
-                    where=self._session.describe(),
-                    remedy="pass it as an argument, where it arrives as the result",
-                )
+                f"{getattr(function, '__qualname__', 'a function')} refers to a Ref, the result of one remote call",
+                where=self._session.describe(),
+                remedy="pass it as an argument, where it arrives as the result",
             )
         key = wire.content_hash(packet)
         with self._session.lock:
@@ -112,6 +113,7 @@ class ShippedObjects:
 
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
+        self.follow_reloads()
         return self.ship_program(function, function, function)
 
     def ship_program(self, function: Any, obj: Any, holder: Any) -> Shipped:
@@ -136,12 +138,9 @@ class ShippedObjects:
             if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
                 name, remedy = name or f"an object of {type(function).__qualname__}", _OF_AN_OBJECT
             raise MeshError(
-                message(
-                    f"{name or function} cannot be sent to the ranks, "
-                    f"because {part or f'it cannot be pickled: {error}'}",
-                    where=self._session.describe(),
-                    remedy=remedy,
-                )
+                f"{name or function} cannot be sent to the ranks, because {part or f'it cannot be pickled: {error}'}",
+                where=self._session.describe(),
+                remedy=remedy,
             ) from None
         if holder is not None:
             self._functions[holder] = (found, shipped)
@@ -152,6 +151,12 @@ class ShippedObjects:
         if shipped is None or not self.has(shipped.key):
             shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
         return shipped
+
+    def note_followed(self, call: tuple[str, int], axes: frozenset[str]) -> None:
+        """Note along which axes the body of a call was followed; of old calls that is forgotten."""
+        self.followed[call] = axes
+        if len(self.followed) > FOLLOWED:
+            self.followed.pop(next(iter(self.followed)), None)
 
     def _prepare(self, function: Any) -> None:
         """Send the ranks what they need besides the function: the module path, and source lines for tracebacks."""
@@ -213,7 +218,38 @@ class ShippedObjects:
         """The keys of objects that the ranks should have, except those that name values."""
         return set(self._packets) - self._naming_values
 
-    def read_anew(self) -> None:
+    def follow_reloads(self) -> None:
+        """Have the ranks reload what the program itself has loaded again, since the last call.
+
+        If that fails there, each call tries it again: the ranks would go on with code that the driver no longer has.
+        """
+        names = self.modules.loaded_again()
+        if self._to_reload:  # but for what the program has given up
+            self._to_reload = {name: None for name in self._to_reload if name in sys.modules}
+        if names or self._to_reload:
+            self.reload_there(names)
+
+    def reload_there(self, names: tuple[str, ...]) -> list[str]:
+        """Have the ranks reload modules that have changed, and those named; returns the names of those reloaded."""
+        session = self._session
+        self._to_reload |= dict.fromkeys(names)
+        wanted = tuple(self._to_reload)
+        make = functools.partial(protocol.ReloadModules, names=wanted)
+        try:
+            lists = session.wait(session.submit(make, region=True, reported=True)).values()
+        except Exception as error:
+            what = ", ".join(wanted) or "what has changed"
+            way = "mend the file, or del sys.modules[name] here if it is used no more"
+            add_note(error, f"[the ranks could not load {what} again, and each call tries it until they can: {way}]")
+            raise
+        with session.lock:
+            for name in wanted:
+                self._to_reload.pop(name, None)
+            self._read_anew()
+            session.calls.clear()
+        return [name for one in lists for name in one]
+
+    def _read_anew(self) -> None:
         """Send everything again, since after a reload of modules names mean something else on the ranks."""
         self.drop_naming_values()
         for what, packet in self.for_newcomer():

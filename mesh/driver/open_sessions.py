@@ -58,6 +58,8 @@ def finish_tasks(session: Session) -> None:
 
 def close_quietly(session: Session) -> None:
     """Close a session whose mesh is gone, and show errors that nobody has seen; called by the garbage collector."""
+    if session not in _open:  # it is being closed already, at exit for instance: collectors of garbage can't wait
+        return
     if isinstance(threading.current_thread(), Receiving):
         # That thread is needed for closing; it can't wait here.
         threading.Thread(target=close_quietly, args=(session,), daemon=True).start()

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ...kernels.errors import MeshError, SpecError, message
+from ...kernels.errors import MeshError, SpecError, SpmdError
 from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
 from ..array import FREEZE, WAY, Array, Meta, refuse_gradients
@@ -24,7 +24,7 @@ from ..calling import call
 from ..program import Program
 from ..purity.writes import written_by
 from ..put import as_tensor, fetch, is_array
-from ..rank.operation import KINDS, Operation, Way
+from ..rank.operation import KINDS, UNWRITTEN, Operation, Way
 from ..region import current
 from ..request import Request
 from ..spec import RAGGED, Layout, P
@@ -94,29 +94,30 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         refuse_gradients(f"{name} was asked of an Array", FREEZE if freezes else WAY)
     if in_torch_func():
         raise SpecError(
-            message(
-                f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
-                remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
-            )
+            f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
+            remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
         )
     leaves, treedef = trees.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
     mesh = arrays[0].mesh
     if current() is not None:
         raise MeshError(
-            message(f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there")
+            f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there"
         )
     if any(array.mesh is not mesh for array in arrays):
         raise SpecError(
-            message(
-                f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
-            )
+            f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
         )
     written = _written(func, name, args, kwargs)
     if written is not None:
         if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
             _refuse_write(name, inplace=kwargs.get("inplace"))
         return func(*fetch(args), **fetch(kwargs))
+    if mesh.is_driver and any(isinstance(leaf, torch.Generator) for leaf in leaves):
+        raise SpecError(
+            f"torch's {name} would draw on the ranks from copies of a generator, which itself would stay as it was",
+            remedy="leave generator= out, the mesh's seed= then decides; or draw here, from x.full(), and put that",
+        )
     if any(isinstance(leaf, np.ndarray) for leaf in leaves):
         leaves = list(map(as_tensor, leaves))
         args, kwargs = trees.unflatten(treedef, leaves)
@@ -124,24 +125,31 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if dtype is not None:
         func, name, args, kwargs = torch.Tensor.to, "to", (args[0], dtype), {}
         leaves, treedef = trees.flatten((args, kwargs))
-    way, specs, out = _way(mesh.layout, name, treedef, tuple(map(_kind_of, leaves)))
+    layout = mesh.layout
+    way, specs, out = _way(layout, name, treedef, tuple(map(_kind_of, leaves)))
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
     numbers = () if name in _ELEMENTWISE else tuple(leaf for leaf in leaves if isinstance(leaf, float))
     program, operation = _program(func, name, way, out, numbers)
-    with mesh.run_state.aside():
-        results = call(
-            mesh,
-            program,
-            func,
-            (args, kwargs),
-            lambda: Request(mesh, name, args, kwargs, specs, None),
-            check="never",
-            holder=operation,
-            flat=(leaves, treedef),
-        )
-        if _is_sized_by_values(name, leaves):  # the shape of the last result says nothing
-            for result in trees.leaves(results, is_leaf=is_array):
-                _ = result.shape
+    try:
+        with mesh.run_state.aside():
+            results = call(
+                mesh,
+                program,
+                func,
+                (args, kwargs),
+                lambda: Request(mesh, name, args, kwargs, specs, None),
+                check="never",
+                holder=operation,
+                flat=(leaves, treedef),
+            )
+            if _is_sized_by_values(name, leaves):  # the shape of the last result says nothing
+                for result in trees.leaves(results, is_leaf=is_array):
+                    _ = result.shape
+    except SpmdError:
+        if mesh.layout is layout:
+            raise
+    if mesh.layout is not layout:  # it was resized by this call, or by another thread: Arrays are cut otherwise now
+        return operate(func, args, kwargs)
     return results
 
 
@@ -153,7 +161,7 @@ def _refuse_write(name: str, *, inplace: Any) -> NoReturn:
     else:
         remedy = "write x = x + y"
     problem = f"torch's {name} would change an Array, whose value never changes"
-    raise SpecError(message(problem, remedy=f"{remedy}, or change a tensor in an @spmd function"))
+    raise SpecError(problem, remedy=f"{remedy}, or change a tensor in an @spmd function")
 
 
 run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
@@ -230,7 +238,7 @@ def _is_even(layout: Layout, shape: tuple[int, ...], spec: P) -> bool:
 @functools.lru_cache(maxsize=KINDS)
 def _program(func: Callable, name: str, way: Way, out: P, numbers: tuple[float, ...]) -> tuple[Program, Operation]:
     operation = Operation(func, way)
-    return Program(operation, out, name), operation
+    return Program(operation, out, name, UNWRITTEN), operation
 
 
 def _is_sized_by_values(name: str, leaves: list[Any]) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.processes import Owned, memory_kills
 from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
@@ -325,9 +325,7 @@ def pickled_factory(backend: str) -> bytes | None:
         return wire.to_bytes(factory)
     except Exception as error:
         raise MeshError(
-            message(
-                f"the factory of backend {backend!r} cannot be sent to the ranks",
-                got=f"{type(error).__name__}: {error}",
-                remedy="register a function that refers to nothing but modules, functions and plain values",
-            )
+            f"the factory of backend {backend!r} cannot be sent to the ranks",
+            got=f"{type(error).__name__}: {error}",
+            remedy="register a function that refers to nothing but modules, functions and plain values",
         ) from None

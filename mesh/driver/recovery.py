@@ -27,6 +27,10 @@ from .stuck import Stuck
 INTERRUPT_SECONDS = 0.3  # after Ctrl-C, for calls under way to end by themselves
 WAIT_SECONDS = 1.0  # after Ctrl-C, for ranks to stop, before the user is told which don't
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
+_CALL_AGAIN = (  # what to do about a call that can't be run again by itself, where values outlive their ranks
+    "the mesh has replaced it and goes on, with its values; this call may have had effects and was not run again: "
+    "make it again if they may happen twice"
+)
 FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they are killed
 
 
@@ -167,6 +171,7 @@ class Recovery:
     def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)
         where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.remark or why
+        why = why or (_CALL_AGAIN if self._session.lasting else None)
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
     def _begin_anew(self, again: Sequence[Task]) -> None:

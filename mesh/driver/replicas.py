@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 
-from ...kernels.errors import PeerLost, message
+from ...kernels.errors import PeerLost
 from .. import protocol
 from ..array import Meta
 from .session_view import Session
@@ -21,13 +21,11 @@ def copy_from_replicas(
         donors = [replica for replica in session.layout.replicas(about.spec, rank) if replica not in missing]
         if not donors:
             raise PeerLost(
-                message(
-                    f"{name} was lost with rank {rank}{_host_of(session, rank)}, which alone held a shard of it",
-                    got=f"{about.spec}, shape {tuple(about.shape)}",
-                    where=session.describe(),
-                    remedy=f"{remedy(session)}, or compute it again",
-                ),
-                rank,
+                f"{name} was lost with rank {rank}{_host_of(session, rank)}, which alone held a shard of it",
+                got=f"{about.spec}, shape {tuple(about.shape)}",
+                where=session.describe(),
+                remedy=f"{remedy(session)}, or compute it again",
+                rank=rank,
             )
         shard = session.wait(session.submit(fetch, ranks=donors[:1], reported=True)).values()[0]
         content = functools.partial(session.dumps, shard)

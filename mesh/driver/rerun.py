@@ -141,5 +141,5 @@ def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str
     )
     calls = [task.again.name for task in tasks if task.region and task.again is not None]
     what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
-    values = ", with its values," if lasting else ""
+    values = f", with {'its' if len(lost) == 1 else 'their'} values," if lasting else ""
     logger.warning("%s [%s]: replaced%s in %.0f ms%s", ends, where, values, 1e3 * seconds, what)

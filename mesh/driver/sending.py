@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, SpmdError, message
+from ...kernels.errors import MeshError, SpmdError
 from ...kernels.torch_private import in_torch_func
 from .. import protocol, wire
 from ..ambient import made_within_torch_func
@@ -36,11 +36,9 @@ def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, 
             raise made_within_torch_func(session.describe()) from None
         found = unpicklable_among(parts(), session.whole)
         raise MeshError(
-            message(
-                f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
-                where=session.describe(),
-                remedy="pass what it is made of, or make it inside the function",
-            )
+            f"a call cannot be sent to the ranks, because of {found or f'an argument: {error}'}",
+            where=session.describe(),
+            remedy="pass what it is made of, or make it inside the function",
         ) from None
 
 
@@ -85,12 +83,10 @@ def _name_of(values: Values, obj: Any) -> Any:
         source = obj._source
         if not isinstance(source, CallValues) or obj.mesh is not mesh:
             raise MeshError(
-                message(
-                    "an Array of another mesh was passed",
-                    got=repr(obj),
-                    expected=f"one on {session.describe()}",
-                    remedy="move it with put(array.full(), mesh=...)",
-                )
+                "an Array of another mesh was passed",
+                got=repr(obj),
+                expected=f"one on {session.describe()}",
+                remedy="move it with put(array.full(), mesh=...)",
             )
         source.check(session)
         source.restore(obj._index)
@@ -100,12 +96,10 @@ def _name_of(values: Values, obj: Any) -> Any:
         return None
     if obj is not mesh:
         raise MeshError(
-            message(
-                "a function refers to another mesh than the one it runs on",
-                got=obj.describe(),
-                expected=session.describe(),
-                remedy="pass what it needs of that mesh, such as its size, as an argument",
-            )
+            "a function refers to another mesh than the one it runs on",
+            got=obj.describe(),
+            expected=session.describe(),
+            remedy="pass what it needs of that mesh, such as its size, as an argument",
         )
     return ("mesh",)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned, open_more_files
 from .. import protocol, wire
@@ -69,7 +69,7 @@ class DriverSession(Owned):
         # For each @spmd function, its calls by signature: made at the first call, and then looked up.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.closed: str | None = None
-        self.closing = False
+        self.closing, self._closes = False, threading.RLock()  # held by the thread that closes
         self.numbers: Iterator[int] = itertools.count(1)
         self.regions, self.run_state, self.uncopied = 0, RunState(), Uncopied()
         self.pending, self._flight = Pending(self.run_state), Flight()
@@ -171,7 +171,7 @@ class DriverSession(Owned):
         if self.lock._is_owned():  # type: ignore[attr-defined]
             problem = "the handler of a signal, or a finalizer, made a call in the middle of another call"
             remedy = "have it set a flag, and make the call after the step (docs/how_to.md)"
-            raise MeshError(message(problem, where=self.describe(), remedy=remedy))
+            raise MeshError(problem, where=self.describe(), remedy=remedy)
         layout = layout or self.layout
         chosen = tuple(range(layout.size)) if ranks is None else tuple(ranks)
         others = () if ranks is None else tuple(sorted({*range(layout.size)}.difference(chosen)))
@@ -188,7 +188,7 @@ class DriverSession(Owned):
                     self.ready()
                     if layout is not self.layout or max(chosen, default=0) >= layout.size:
                         problem = "the mesh has got another size while this call was made, by another thread"
-                        raise MeshError(message(problem, where=self.describe(), remedy="call again"))
+                        raise MeshError(problem, where=self.describe(), remedy="call again")
                     if generation != self.ranks.generation:
                         continue
                     self.regions += region
@@ -225,9 +225,8 @@ class DriverSession(Owned):
         """Wait until the ranks take tasks; raise an error that nobody has seen, or that the mesh is closed."""
         self.check_owner()
         if threading.current_thread() is self.receiving:
-            raise MeshError(
-                message("a mesh cannot be used in a callback of its futures", remedy="use the result in another thread")
-            )
+            problem = "a mesh cannot be used by the thread that listens to its ranks, and shows what they print"
+            raise MeshError(problem, remedy="use it in another thread")
         end = time.monotonic() + self.timeout
         with self.lock:
             while True:
@@ -239,25 +238,21 @@ class DriverSession(Owned):
                     return
                 if time.monotonic() > end:
                     raise MeshError(
-                        message(
-                            "the mesh has not recovered from the last failure",
-                            got=f"ranks {sorted(self.pending.busy())} are still busy after {self.timeout:g} s",
-                            where=self.describe(),
-                            remedy="close the mesh and make a new one",
-                        )
+                        "the mesh has not recovered from the last failure",
+                        got=f"ranks {sorted(self.pending.busy())} are still busy after {self.timeout:g} s",
+                        where=self.describe(),
+                        remedy="close the mesh and make a new one",
                     )
                 self._interruptibly(lambda: self.changed.wait(0.1))
 
     def check_owner(self) -> None:
         if self.foreign:
             problem = "this mesh belongs to the process that this one was forked from"
-            raise MeshError(message(problem, remedy="use it there, or make a new Mesh here"))
+            raise MeshError(problem, remedy="use it there, or make a new Mesh here")
 
     def check_open(self) -> None:
         if self.closed is not None:
-            raise MeshError(
-                message(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh")
-            )
+            raise MeshError(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh")
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -293,12 +288,26 @@ class DriverSession(Owned):
 
     def close(self, why: str = "Mesh.close() was called") -> None:
         """Stop the ranks when they have finished their tasks; raises an error that nobody has seen yet."""
-        if self.closed is not None or self.foreign:
+        # A signal's handler, or a finalizer, in the middle of closing leaves it to that.
+        if self.closed is not None or self.foreign or self._closes._is_owned():  # type: ignore[attr-defined]
             return
+        # Not for a handler in the middle of a call, nor the thread that listens: without these no task is settled.
+        listens = threading.current_thread() is self.receiving
+        waits = not listens and not self.lock._is_owned()  # type: ignore[attr-defined]
+        if not self._closes.acquire(blocking=waits):
+            return
+        try:
+            if self.closed is None:
+                self._close(why, waits)
+        finally:
+            self._closes.release()
+
+    def _close(self, why: str, waits: bool) -> None:
         open_sessions.discard(self)
         failed: BaseException | None = None
         try:
-            open_sessions.finish_tasks(self)
+            if waits:
+                open_sessions.finish_tasks(self)
             self.raise_failure()
             self.node.caller.raise_unseen()
         except BaseException as error:
@@ -335,5 +344,5 @@ class DriverSession(Owned):
         with self.lock:
             for task in list(self.pending.tasks.values()):
                 if not task.settled.is_set():
-                    task.settle(lambda: MeshError(message(f"this mesh is closed: {why}", remedy="make a new Mesh")))
+                    task.settle(lambda: MeshError(f"this mesh is closed: {why}", remedy="make a new Mesh"))
             self.changed.notify_all()

@@ -20,6 +20,7 @@ from .ranks import Ranks
 class Session(Protocol):
     """What all these files may use of the driver's session."""
 
+    calls: Any
     changed: threading.Condition
     closed: str | None
     closing: bool

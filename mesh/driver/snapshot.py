@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ...kernels.errors import MeshError, SpmdError, message
+from ...kernels.errors import MeshError, SpmdError
 from .. import wire
 from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, plain_state_of, readers_of, used_by
 
@@ -274,7 +274,7 @@ def sending_result(
     except Exception as error:
         problem = f"a result cannot be sent from its rank, because of {unpicklable_among(parts(), whole) or error}"
         remedy = "return what it is made of, as tensors, numbers and strings"
-        raise MeshError(message(problem, where=where(), remedy=remedy)) from None
+        raise MeshError(problem, where=where(), remedy=remedy) from None
 
 
 def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:

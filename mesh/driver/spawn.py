@@ -14,7 +14,7 @@ import threading
 import weakref
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.codec import Message
 from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, python_command
 from ...kernels.shm.board import ended
@@ -125,7 +125,7 @@ class Zygote:
         killed = code < 0  # else it has failed by itself, and would again
         remedy = "see who kills it" if killed else "its error output says why; check that `import spmd` works"
         problem = f"the process that ranks are forked from {how}"
-        return (ZygoteLost if killed else MeshError)(message(problem, got=f"exit code {code}", remedy=remedy))
+        return (ZygoteLost if killed else MeshError)(problem, got=f"exit code {code}", remedy=remedy)
 
     def exit_code(self, pid: int, wait: float = 1.0) -> int | None:
         """How a rank ended, if the zygote has said so by now."""
@@ -154,8 +154,8 @@ class Zygote:
     def close(self) -> None:
         if self.driver_pid == os.getpid():
             self.stand_alone()
-            with self._lock:  # not while another mesh waits for its answer
-                self._control.close()
+            with self._lock, self._control, contextlib.suppress(OSError):  # not while another mesh waits for its answer
+                self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may have the socket, too
             self._process.send_signal(signal.SIGCONT)  # stopped, it would not notice
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .. import protocol
 from ..array import Array, Meta, meta, refuse_ragged
 from ..batch import Deal
@@ -205,11 +205,9 @@ class CallValues:
         """
         if self.session is not session:
             raise MeshError(
-                message(
-                    "this value was lost when its mesh was restarted",
-                    where=session.describe(),
-                    remedy="compute it again, or put() it again",
-                )
+                "this value was lost when its mesh was restarted",
+                where=session.describe(),
+                remedy="compute it again, or put() it again",
             )
         task = self.task
         if task is not None and task.failure is not None and task.settled.is_set():
@@ -220,7 +218,7 @@ class CallValues:
 
     def local(self, index: int) -> torch.Tensor:
         raise MeshError(
-            message("the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()")
+            "the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()"
         )
 
     def _fetch(self, index: int, layout: Layout, ranks: Sequence[int] | None = None) -> list[torch.Tensor]:

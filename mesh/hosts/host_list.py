@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.processes import python_command
 from ..rank.memory import tunables
 from .launchers import DialledHosts, Launcher, LocalLauncher, RayLauncher, SlurmLauncher, SshLauncher, dialled_address
@@ -80,11 +80,9 @@ class HostList:
             counts[min(range(len(counts)), key=lambda index: counts[index] / given.counts[index])] += 1
         if size > given.size and isinstance(self.launcher, SlurmLauncher | RayLauncher):
             raise MeshError(
-                message(
-                    "the hosts have no more ranks to give",
-                    got=f"{size} ranks, and {given.size} that were asked for when the mesh was made",
-                    remedy="save, and restore on a mesh of the larger size",
-                )
+                "the hosts have no more ranks to give",
+                got=f"{size} ranks, and {given.size} that were asked for when the mesh was made",
+                remedy="save, and restore on a mesh of the larger size",
             )
         return given._with(counts)
 
@@ -152,7 +150,7 @@ def _checked(launcher: Launcher, local: bool) -> HostList:
     if not names:
         raise _not_understood(launcher.hosts)
     if len(set(names)) < len(names):
-        raise MeshError(message("a host is named twice", got=list(launcher.hosts), remedy="name each host once"))
+        raise MeshError("a host is named twice", got=list(launcher.hosts), remedy="name each host once")
     return HostList(tuple(names), tuple(counts), launcher, local)
 
 
@@ -161,4 +159,4 @@ def _is_count(text: str) -> bool:
 
 
 def _not_understood(hosts: Any) -> MeshError:
-    return MeshError(message("Mesh got hosts that are not understood", got=repr(hosts), expected=FORMS))
+    return MeshError("Mesh got hosts that are not understood", got=repr(hosts), expected=FORMS)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.authentication import code
 from ..launch.meeting import show, tasks_per_node
 from ..launch.secret import secret_of_user
@@ -103,7 +103,7 @@ def secret_of_hosts() -> bytes:
     found = secret_of_user()
     if not found.key:
         remedy = "set SPMD_SECRET, the same for the program and on all hosts"
-        raise MeshError(message("a host that is dialled needs a secret", got=found.origin, remedy=remedy))
+        raise MeshError("a host that is dialled needs a secret", got=found.origin, remedy=remedy)
     return code(found.key, b"hosts")
 
 
@@ -131,22 +131,18 @@ class SlurmLauncher(LocalLauncher):
         self._job, nodes, tasks = (environ.get(name, "") for name in _ALLOCATION)
         if not self._job or not nodes or shutil.which("srun") is None:
             raise MeshError(
-                message(
-                    'hosts="slurm" is for a program in an allocation of Slurm',
-                    got=f"{show(environ, *_ALLOCATION)}, {'' if shutil.which('srun') else 'no '}srun on the path",
-                    remedy="start it in one: salloc -N 2 --ntasks-per-node 8, or a script for sbatch",
-                )
+                'hosts="slurm" is for a program in an allocation of Slurm',
+                got=f"{show(environ, *_ALLOCATION)}, {'' if shutil.which('srun') else 'no '}srun on the path",
+                remedy="start it in one: salloc -N 2 --ntasks-per-node 8, or a script for sbatch",
             )
         command = ["scontrol", "show", "hostnames", nodes]
         names = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=_SECONDS).stdout.split()
         counts = [each] * len(names) if each is not None else tasks_per_node(tasks)
         if len(counts) != len(names):
             raise MeshError(
-                message(
-                    "it is not known how many ranks each node has",
-                    got=f"{len(names)} nodes, {show(environ, 'SLURM_TASKS_PER_NODE')}",
-                    remedy='give --ntasks-per-node to salloc or sbatch, or hosts="slurm:8"',
-                )
+                "it is not known how many ranks each node has",
+                got=f"{len(names)} nodes, {show(environ, 'SLURM_TASKS_PER_NODE')}",
+                remedy='give --ntasks-per-node to salloc or sbatch, or hosts="slurm:8"',
             )
         super().__init__([f"{name}:{count}" for name, count in zip(names, counts, strict=True)])
 
@@ -170,7 +166,7 @@ class RayLauncher:
         nodes = [node for node in nodes if each is None or node["Resources"]["CPU"] >= each]
         if not nodes:
             raise MeshError(
-                message('hosts="ray" found no node', expected=f"nodes with {each or 1} processors", remedy="ray status")
+                'hosts="ray" found no node', expected=f"nodes with {each or 1} processors", remedy="ray status"
             )
         seen: Counter[str] = Counter()
         self._counts: dict[str, int] = {}  # by the node's name
@@ -228,5 +224,5 @@ def _ray() -> Any:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError:
-        raise MeshError(message('hosts="ray" needs Ray', remedy="pip install ray")) from None
+        raise MeshError('hosts="ray" needs Ray', remedy="pip install ray") from None
     return ray

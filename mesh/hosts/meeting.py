@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.interface import address_of, chosen, towards
 from .coded import NotOfThisMesh
 from .host_list import HostList
@@ -58,7 +58,7 @@ class Meeting:
                 self._handles.append(self._host_list.launcher.start(name, self._host_list.command(), stdin))
             except OSError as error:
                 remedy = "see that its launcher can be run"
-                raise MeshError(message(f"host {name} can't be reached", got=str(error), remedy=remedy)) from None
+                raise MeshError(f"host {name} can't be reached", got=str(error), remedy=remedy) from None
 
     def for_store(self) -> socket.socket:
         """A listening socket where the hosts reach this process, for the ranks' store."""
@@ -98,7 +98,7 @@ class Meeting:
         remedy = (
             f"its error output says why; spmd and torch must be there, at this Python's path, and reach {self.address}"
         )
-        return MeshError(message(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy))
+        return MeshError(f"{', '.join(names)} did not come", got=why, where="Mesh(hosts=)", remedy=remedy)
 
     def _compare(self, name: str, link: Link, mine: dict[str, str]) -> None:
         found: Any = []
@@ -106,16 +106,14 @@ class Meeting:
             while found == []:
                 found = link.receive()
         if not found or not isinstance(found[0][0], Hello):
-            raise MeshError(message(f"host {name} has ended as it began", remedy="its error output says why"))
+            raise MeshError(f"host {name} has ended as it began", remedy="its error output says why")
         theirs = found[0][0].versions
         for what in mine:
             if theirs.get(what) != mine[what]:
                 raise MeshError(
-                    message(
-                        f"host {name} runs another {what} than this program",
-                        got=f"{what} {theirs.get(what)} there, {mine[what]} here",
-                        remedy="install the same on all hosts",
-                    )
+                    f"host {name} runs another {what} than this program",
+                    got=f"{what} {theirs.get(what)} there, {mine[what]} here",
+                    remedy="install the same on all hosts",
                 )
 
     def _keep(self, index: int, link: Link) -> None:
@@ -183,7 +181,7 @@ class Dialling(Meeting):
     def _did_not_come(self, names: list[str], why: str) -> MeshError:
         remedy = "start `spmd host --listen ADDRESS:PORT` there, with the SPMD_SECRET of this program"
         problem = f"{', '.join(names)} can't be dialled"
-        return MeshError(message(problem, got=why, where="Mesh(hosts=)", remedy=remedy))
+        return MeshError(problem, got=why, where="Mesh(hosts=)", remedy=remedy)
 
 
 def _address(host_list: HostList) -> str:
@@ -196,10 +194,8 @@ def _address(host_list: HostList) -> str:
     found = next((address for name in names if (address := towards(name)) is not None), None)
     if found is None:
         raise MeshError(
-            message(
-                "it is not known where the hosts reach this process",
-                got=f"hosts {list(host_list.names)}, none of which leads to an address of this machine",
-                remedy="set SPMD_INTERFACE to the network interface, or the address, that they reach",
-            )
+            "it is not known where the hosts reach this process",
+            got=f"hosts {list(host_list.names)}, none of which leads to an address of this machine",
+            remedy="set SPMD_INTERFACE to the network interface, or the address, that they reach",
         )
     return found

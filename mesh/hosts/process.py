@@ -14,6 +14,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -307,9 +309,18 @@ def hold(link: Link, secret: bytes) -> None:
         return
     try:
         host.start(begin.ranks)
+        # A thread, since this one may take long for a message; not before, since what has threads must not be forked.
+        threading.Thread(target=_pulse, args=(link,), name="spmd-pulse", daemon=True).start()
         for message, content in rest:
             host.handle(message, content)
         with contextlib.suppress(NotOfThisMesh):
             host.serve()
     finally:
         host.close()
+
+
+def _pulse(link: Link) -> None:
+    """A thread's main function: tell the driver regularly that this process is neither stopped nor out of reach."""
+    while not link.ended:
+        link.send(protocol.Pulse())
+        time.sleep(protocol.PULSE_SECONDS)

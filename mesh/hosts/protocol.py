@@ -22,6 +22,7 @@ class Hello(Message):
     versions: dict[str, str]
 
 
+PULSE_SECONDS = 3.0  # between two signs of life of a host to the driver
 CALLS = "calls"  # key in the driver's store: the address and port where each rank accepts remote calls
 
 
@@ -317,7 +318,7 @@ class Bundle(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse(Message):
-    """From a relay, as its first message and then regularly: it is alive."""
+    """From a relay, as its first message and then regularly, and from a host to the driver: it is alive."""
 
 
 _codec = Codec(

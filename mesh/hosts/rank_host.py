@@ -11,11 +11,12 @@ import itertools
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.processes import Owned
 from .. import wire
 from ..driver.ranks import Rank
@@ -28,6 +29,7 @@ from .relaying.ordered import Ordered
 from .tunnel import Tunnel
 
 _ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to answer another request
+SILENT_SECONDS = 30.0  # after which a host that sends no pulse counts as lost
 _numbers = itertools.count(1)
 
 
@@ -90,6 +92,7 @@ class RankHost:
         copies: the address and port where it takes copies of other hosts' values.
         hears: rank -> the address and port where others call its objects.
         ordered: sends messages for its ranks, and requests, in order.
+        heard: when it last sent something (`time.monotonic`); infinite before its first pulse.
         number: identifies the host's process; a replacement has another.
         below: the hosts that it relays to, by number.
     """
@@ -97,7 +100,7 @@ class RankHost:
     def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, inbox: Inbox):
         self.name, self.link, self.handle, self.inbox = name, link, handle, inbox
         self._tunnel = None if store is None else Tunnel(link, store)
-        self.lost = ""
+        self.lost, self.heard = "", float("inf")
         self.copies: tuple[str, int] = ("", 0)
         self.hears: dict[int, tuple[str, int]] = {}
         self._ranks: dict[int, RemoteRank] = {}
@@ -118,7 +121,7 @@ class RankHost:
 
         def started() -> list[RemoteRank]:
             if isinstance(found := answer(), protocol.Refused):
-                raise MeshError(message(f"host {self.name} can't start ranks", got=found.why))
+                raise MeshError(f"host {self.name} can't start ranks", got=found.why)
             return found
 
         return started
@@ -149,7 +152,7 @@ class RankHost:
 
     def lost_error(self) -> MeshError:
         remedy = "see the output from there; make a new mesh, on hosts that are up"
-        return MeshError(message(f"host {self.name} is lost", got=self.lost, remedy=remedy))
+        return MeshError(f"host {self.name} is lost", got=self.lost, remedy=remedy)
 
     def send_to(self, ranks: tuple[int, ...], pieces: Sequence[Any]) -> None:
         """Send a packet, in pieces of bytes (`framed`), for some of its ranks."""
@@ -169,6 +172,8 @@ class RankHost:
                 return False
             for msg, content in messages:
                 self._take(msg, content)
+            if self.heard < float("inf"):
+                self.heard = time.monotonic()  # a part of a large message is a sign of life, too
         except NotOfThisMesh as error:
             self.lost = self.lost or str(error)
             return False
@@ -181,6 +186,8 @@ class RankHost:
         if isinstance(msg, protocol.FromRanks):
             ranks = [self._ranks[rank] for rank in msg.ranks] if msg.ranks else list(self._ranks.values())
             self.inbox.put("answer", ranks, content)
+        elif isinstance(msg, protocol.Pulse):
+            self.heard = time.monotonic()
         elif isinstance(msg, protocol.Printed):
             self.inbox.put(msg.stream, (self._ranks[msg.rank],), content)
         elif isinstance(msg, protocol.Died):
@@ -242,13 +249,17 @@ class RankHost:
 
 
 class Reading(threading.Thread):
-    """A thread that reads the links to all hosts until it is closed, and never blocks on one of them."""
+    """A thread that reads the links to all hosts until it is closed, and never blocks on one of them.
+
+    A host that is silent, since its process was stopped for instance, counts as lost: the kernel there would keep its
+    connection open for ever.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="spmd-hosts", daemon=True)
         self._listening = Listening()
         self._hosts: list[RankHost] = []
-        self._closed = False
+        self._closed, self._looked = False, time.monotonic()
         self.start()
 
     def add(self, host: RankHost) -> None:
@@ -265,10 +276,23 @@ class Reading(threading.Thread):
         self._listening.forget(host.link.connection)
         host.end()
 
+    def _end_silent(self) -> None:
+        now, looked = time.monotonic(), self._looked
+        if now - looked < 1.0:
+            return
+        self._looked = now
+        for host in list(self._hosts):
+            if now - looked > 2 * protocol.PULSE_SECONDS:  # this process itself was stopped
+                host.heard = max(host.heard, now)
+            elif now - host.heard > SILENT_SECONDS:
+                host.lost = host.lost or f"it has sent nothing for {SILENT_SECONDS:g} s; was it stopped?"
+                self._end(host)
+
     def run(self) -> None:
         while not self._closed:
-            for heard in self._listening.select():
+            for heard in self._listening.select(protocol.PULSE_SECONDS):
                 heard()
+            self._end_silent()
         for host in list(self._hosts):
             self._end(host)
         self._listening.close()

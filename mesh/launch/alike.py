@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ..batch import Deal
 from ..failure import ranks_text
 from ..replication.values import Check, same_bytes, shown, tensor_print
 
-# Types of non-tensor values that are compared; of other objects it isn't known whether they should be the same.
+# Types of non-tensor values that are compared, besides flags; of others it isn't known whether they should be the same.
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 # First the keys of all leaves, then for each leaf its kind, and its print.
@@ -39,7 +40,19 @@ def given_argument(leaf: Any, check: Check) -> tuple[Any, bytes | None]:
     """The kind and the print of an argument; tensors of several elements have one only where `check` asks for it."""
     if isinstance(leaf, torch.Tensor):
         return given_tensor(leaf, looked_at=check >= Check.VALUES or (leaf.numel() == 1 and not leaf.is_cuda))
-    return type(leaf).__name__, pickle.dumps(leaf) if type(leaf) in PLAIN else None
+    if type(leaf) in PLAIN:
+        return type(leaf).__name__, pickle.dumps(leaf)
+    flag = flag_in(leaf)
+    return type(leaf).__name__, None if flag is None else pickle.dumps(flag)
+
+
+def flag_in(leaf: Any) -> Any:
+    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
+    if type(leaf) is slice:
+        return flag_in(leaf.start), flag_in(leaf.stop), flag_in(leaf.step)
+    if isinstance(leaf, enum.Enum):
+        return leaf.name or str(leaf.value)  # a value may be one that can't be hashed
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 def refuse_differing(
@@ -87,9 +100,7 @@ def _show_batch(deal: Deal | None) -> str:
 
 
 def _differ(what: str, got: str, where: str, remedy: str) -> SpecError:
-    return SpecError(
-        message(f"{what} should be the same on all ranks, and is not", got=got, where=where, remedy=remedy)
-    )
+    return SpecError(f"{what} should be the same on all ranks, and is not", got=got, where=where, remedy=remedy)
 
 
 def _show(kind: Any, printed: bytes | None) -> str:

@@ -7,6 +7,8 @@ its own: a `DataLoader` that shuffles without a seed gives every rank other batc
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import hashlib
 import operator
@@ -37,6 +39,18 @@ from . import launched
 from .alike import PLAIN, SEED, Given, given_argument, refuse_differing, refuse_other_batches
 
 
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What is known of the last results of a compiled call, which calls with other numbers and names share.
+
+    Attributes:
+        metas: of the results that are tensors.
+    """
+
+    results: tuple[Any, list[agreement.Result]] | None = None
+    metas: list[Meta] = dataclasses.field(default_factory=list)
+
+
 class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
 
@@ -44,6 +58,7 @@ class LaunchedCall:
         shipped: None, since nothing is sent.
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
+        values: of no use here.
     """
 
     def __init__(
@@ -55,15 +70,21 @@ class LaunchedCall:
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
+        values: int,
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
         self.shipped, self.plan, self.moves = shipped, plan, moves
         self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
-        self._found: tuple[Any, list[agreement.Result]] | None = None
+        self._last = _Found()
         self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
-        self._metas: list[Meta] = []  # of the results that are tensors
+
+    def for_other_values(self) -> LaunchedCall:
+        """The same for other numbers and names."""
+        other = copy.copy(self)
+        other._count = 0
+        return other
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
         """Whether all Arrays among the arguments can be passed."""
@@ -89,12 +110,13 @@ class LaunchedCall:
                     raise
             values.append(leaf)
         try:
-            outcome = launched.call(self._session, lambda: self._run(values, specs, key, check, deal), self._name)
+            run = functools.partial(self._run, values, specs, key, check, deal)
+            outcome = launched.call(self._session, run, self._name, pure=True)
         except BaseException:
             self._call.forget()
             raise
-        assert self._found is not None
-        treedef, results = self._found
+        assert self._last.results is not None
+        treedef, results = self._last.results
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, results, strict=True):
             if result.meta is not None:
@@ -102,7 +124,9 @@ class LaunchedCall:
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         arrays = iter(
-            LocalValues(self._session, tensors, self._metas, shapes, region=self._session.regions).arrays(self._mesh)
+            LocalValues(self._session, tensors, self._last.metas, shapes, region=self._session.regions).arrays(
+                self._mesh
+            )
         )
         made = [
             value if result.meta is None else next(arrays)
@@ -113,11 +137,11 @@ class LaunchedCall:
     def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
         self._count += 1
         layout, where = self._mesh.layout, self._mesh.describe
-        looked = check_of(check, self._count, layout.size, first=self._found is None)
+        looked = check_of(check, self._count, layout.size, first=self._last.results is None)
         given = self._inputs.prints(values, looked)
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()
-        news = self._found is None or not outcome.unchanged
+        news = self._last.results is None or not outcome.unchanged
         number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
         # All must learn whether any rank has news, since all ranks then exchange descriptions.
         most_news, most, least = comm.all_reduced(
@@ -133,7 +157,7 @@ class LaunchedCall:
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
             everyone = agreement.decode_all([encoded for _, encoded in gathered])
             outputs = {rank: (_as_here(its, outcome.treedef), metas) for rank, (its, metas) in everyone.items()}
-            self._found = agreement.assemble(
+            found = agreement.assemble(
                 layout,
                 outputs,
                 name=self._name,
@@ -142,7 +166,8 @@ class LaunchedCall:
                 prints=[prints for prints, _ in gathered],
                 check=looked,
             )
-            self._metas = [result.meta for result in self._found[1] if result.meta is not None]
+            self._last.results = found
+            self._last.metas = [result.meta for result in found[1] if result.meta is not None]
         return outcome
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import os
 from typing import ClassVar
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .meeting import Environ, first_host, integer, job_of, mpirun_of, show, stated, tasks_per_node, tcp
 
 
@@ -286,10 +286,8 @@ def _read(environ: Environ, source: str, names: tuple[str, str, str, str]) -> La
 
 def _contradiction(environ: Environ, source: str, expected: str, *names: str) -> MeshError:
     return MeshError(
-        message(
-            f"the environment variables of {source} contradict each other",
-            expected=expected,
-            got=show(environ, *names),
-            remedy="set them as the launcher would, or unset them; SPMD_RANK and SPMD_SIZE, where set, come first",
-        )
+        f"the environment variables of {source} contradict each other",
+        expected=expected,
+        got=show(environ, *names),
+        remedy="set them as the launcher would, or unset them; SPMD_RANK and SPMD_SIZE, where set, come first",
     )

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch
 from ...kernels.network.interface import towards
 from ...kernels.processes import namespace
@@ -76,10 +76,8 @@ def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
         return store.get(key).decode()
     except (RuntimeError, TimeoutError):
         raise MeshError(
-            message(
-                f"rank {peer} did not come within {timeout:g} s",
-                remedy="check that it was started, with the same world size and the same number of meshes",
-            )
+            f"rank {peer} did not come within {timeout:g} s",
+            remedy="check that it was started, with the same world size and the same number of meshes",
         ) from None
 
 

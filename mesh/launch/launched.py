@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...kernels.errors import Aborted, MeshError, PeerLost, message
+from ...kernels.errors import Aborted, MeshError, PeerLost
 from ...kernels.limits import named_limits
 from ...kernels.network.hosts import HostWatch, out_of_reach
 from ...kernels.processes import check_not_imported_by_worker, end_with_parent, forked_cannot
@@ -64,9 +64,7 @@ def join(
         reason = arena_module.supported() or "mapping it failed on one of the hosts"
         if backend == "shm" and several:
             reason = f"the ranks are on {len(hosts)} hosts: {', '.join(map(ranks_text, hosts))}"
-        raise MeshError(
-            message(f"backend {backend!r} can't be used", got=reason, remedy="use backend='auto' or 'gloo'")
-        )
+        raise MeshError(f"backend {backend!r} can't be used", got=reason, remedy="use backend='auto' or 'gloo'")
     if arena is not None:
         arena.watch_processes()
         publish(arena)
@@ -99,18 +97,19 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def call(session: RankSession, body: Callable[[], Any], what: str) -> Any:
+def call(session: RankSession, body: Callable[[], Any], what: str, *, pure: bool = False) -> Any:
     """A region on a launched rank: all ranks raise what one of them raises.
 
     Args:
         what: the name of the call; it is an error if another rank makes a call with another name.
+        pure: it is a call of an @spmd function.
     """
     if session.foreign:
         raise forked_cannot("make a call of all ranks")
     session.regions += 1
     failed: BaseException
     try:
-        with session.region(session.regions, what):
+        with session.region(session.regions, what, pure=pure):
             return body()
     except BaseException as error:
         if session.foreign:  # a forked child that got here: only the rank itself meets the others
@@ -171,7 +170,7 @@ def _meet_in_store(session: RankSession, generation: int, end: float) -> None:
                 silent = [rank for rank in range(size) if not store.check([keys[rank]])]
                 where = f"rank {session.rank}, after {RECOVERY_SECONDS:g} s"
                 lost = f"{ranks_text(silent)} did not answer: dead, cut off, or busy with something else"
-                raise PeerLost(message(lost, where=where, remedy="restart the job"), silent[0])
+                raise PeerLost(lost, where=where, remedy="restart the job", rank=silent[0])
             time.sleep(1e-2)
     except dist.DistError as error:
         raise PeerLost(out_of_reach(session.rank, error), 0) from None
@@ -189,7 +188,7 @@ def _clear(arena: Arena, generation: int, end: float, *, leads: bool) -> None:
 def _check_time(end: float, who: str) -> None:
     if time.monotonic() > end:
         raise MeshError(
-            message(f"{who} did not leave the failed region within {RECOVERY_SECONDS:g} s", remedy="restart the job")
+            f"{who} did not leave the failed region within {RECOVERY_SECONDS:g} s", remedy="restart the job"
         )
     time.sleep(1e-3)
 

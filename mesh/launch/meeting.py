@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 
 Environ = Mapping[str, str]
 
@@ -22,12 +22,10 @@ def integer(environ: Environ, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise MeshError(
-            message(
-                f"environment variable {name} is not a number",
-                expected="an integer",
-                got=f"{name}={text!r}",
-                remedy=f"unset {name}, or set it as the launcher would",
-            )
+            f"environment variable {name} is not a number",
+            expected="an integer",
+            got=f"{name}={text!r}",
+            remedy=f"unset {name}, or set it as the launcher would",
         ) from None
 
 
@@ -41,22 +39,18 @@ def stated(environ: Environ) -> str | None:
     if method:
         if not method.startswith(("env://", "tcp://", "file://")):
             raise MeshError(
-                message(
-                    "SPMD_INIT_METHOD is not understood",
-                    expected="env://, tcp://host:port or file:///path",
-                    got=f"SPMD_INIT_METHOD={method!r}",
-                    remedy="set it to an address that all ranks can reach, or unset it",
-                )
+                "SPMD_INIT_METHOD is not understood",
+                expected="env://, tcp://host:port or file:///path",
+                got=f"SPMD_INIT_METHOD={method!r}",
+                remedy="set it to an address that all ranks can reach, or unset it",
             )
         return method
     address, port = environ.get("MASTER_ADDR"), integer(environ, "MASTER_PORT")
     if bool(address) != (port is not None):
         raise MeshError(
-            message(
-                "MASTER_ADDR and MASTER_PORT say only together where the ranks meet",
-                got=f"{show(environ, 'MASTER_ADDR', 'MASTER_PORT')}",
-                remedy="set both or neither",
-            )
+            "MASTER_ADDR and MASTER_PORT say only together where the ranks meet",
+            got=f"{show(environ, 'MASTER_ADDR', 'MASTER_PORT')}",
+            remedy="set both or neither",
         )
     return "env://" if address else None
 

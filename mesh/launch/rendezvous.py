@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...kernels.arguments import is_whole
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
@@ -62,20 +62,16 @@ def initialize(
     """
     global _explicit, _given_store, _interface
     if _met is not None:
-        raise MeshError(
-            message("initialize was called after the ranks had met", remedy="call it before the first Mesh")
-        )
+        raise MeshError("initialize was called after the ranks had met", remedy="call it before the first Mesh")
     numbers = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
     for name, number in numbers.items():
         if not is_whole(number) and (number is not None or name in ("rank", "size")):
             remedy = f"write int({number!r})" if isinstance(number, str) else ""
-            raise MeshError(
-                message(f"initialize got a bad {name}", got=repr(number), expected="a whole number", remedy=remedy)
-            )
+            raise MeshError(f"initialize got a bad {name}", got=repr(number), expected="a whole number", remedy=remedy)
     if not 0 <= rank < size:
-        raise MeshError(message("initialize got a bad rank", got=f"rank {rank} of {size}", expected=f"0 to {size - 1}"))
+        raise MeshError("initialize got a bad rank", got=f"rank {rank} of {size}", expected=f"0 to {size - 1}")
     if (init_method is None) == (store is None):
-        raise MeshError(message("initialize needs one of init_method and store", remedy="say where the ranks meet"))
+        raise MeshError("initialize needs one of init_method and store", remedy="say where the ranks meet")
     _explicit = Launch(rank, size, rank if local_rank is None else local_rank, local_size, init_method, "initialize")
     _given_store, _interface = store, interface
 
@@ -134,10 +130,8 @@ def _beside_parent() -> str:
     for folder in own_folders(home_first=False):
         return f"file://{folder}/meet-{os.getppid()}-{started}"
     raise MeshError(
-        message(
-            "the ranks have no place to meet: neither the temporary nor the home directory has a folder of this user's",
-            remedy="say where with SPMD_INIT_METHOD, or set TMPDIR to a directory of your own",
-        )
+        "the ranks have no place to meet: neither the temporary nor the home directory has a folder of this user's",
+        remedy="say where with SPMD_INIT_METHOD, or set TMPDIR to a directory of your own",
     )
 
 
@@ -149,11 +143,9 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
             os.close(open_own(address.path))
         except (OSError, MeshError) as error:
             raise MeshError(
-                message(
-                    f"rank {launch.rank} cannot meet the others at {method}",
-                    got=str(error),
-                    remedy="choose another path",
-                )
+                f"rank {launch.rank} cannot meet the others at {method}",
+                got=str(error),
+                remedy="choose another path",
             ) from None
         store = dist.FileStore(address.path, launch.size)
         # When a store is freed, its rank signs off, and the last one removes the file: a fork must never free it.
@@ -163,7 +155,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
     if address.scheme == "env":
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
-            raise MeshError(message("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}"))
+            raise MeshError("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}")
         host = os.environ["MASTER_ADDR"]
         method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
         address = urllib.parse.urlparse(method)
@@ -172,9 +164,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
     except ValueError:  # a port that is none
         host, port = "", 0
     if address.scheme != "tcp" or not host or not port:
-        raise MeshError(
-            message("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
-        )
+        raise MeshError("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
     # torchrun's agent keeps the store itself, and says so.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     private = is_loopback(host)
@@ -200,12 +190,10 @@ def _wait_for_listener(host: str, port: int, launch: Launch, timeout: float) -> 
         except OSError as error:
             if time.monotonic() > end:
                 raise MeshError(
-                    message(
-                        f"rank {launch.rank} of {launch.size} (from {launch.source}) found nobody at {host}:{port} "
-                        f"within {timeout:g} s, where rank 0 should be",
-                        got=str(error),
-                        remedy="check that rank 0 was started and that its host is reachable under that name",
-                    )
+                    f"rank {launch.rank} of {launch.size} (from {launch.source}) found nobody at {host}:{port} "
+                    f"within {timeout:g} s, where rank 0 should be",
+                    got=str(error),
+                    remedy="check that rank 0 was started and that its host is reachable under that name",
                 ) from None
             time.sleep(0.05)
 
@@ -227,9 +215,7 @@ def _listener(host: str, port: int, launch: Launch) -> int:
 
 def _port_error(port: int, launch: Launch, reason: str) -> MeshError:
     return MeshError(
-        message(
-            f"rank {launch.rank} cannot meet the others at port {port}",
-            got=reason,
-            remedy="end what uses the port, or choose another",
-        )
+        f"rank {launch.rank} cannot meet the others at port {port}",
+        got=reason,
+        remedy="end what uses the port, or choose another",
     )

@@ -179,7 +179,7 @@ class RollCall:
             remedy = "give each process a rank of its own, and each run a meeting place of its own"
             self._refuse(problem)
         where = f"size {self._launch.size}, from {self._launch.source}"
-        raise MeshError(message(problem, where=where, remedy=remedy))
+        raise MeshError(problem, where=where, remedy=remedy)
 
     def _stay(self) -> None:
         """Write this rank's entry again if somebody without the secret has overwritten it."""
@@ -191,7 +191,7 @@ class RollCall:
         if its_size != size:
             problem = f"ranks disagree on how many there are: rank {peer} says {its_size}, rank {rank} says {size}"
             self._refuse(problem)
-            raise MeshError(message(problem, remedy="start all ranks with the same number"))
+            raise MeshError(problem, remedy="start all ranks with the same number")
 
     def _refuse(self, problem: str) -> None:
         self._store.set("refused", seal(self._secret.key, "refused", problem.encode()))  # type: ignore[arg-type]
@@ -201,21 +201,17 @@ class RollCall:
             problem = unseal(self._secret.key, "refused", self._store.get("refused"))
             if problem is not None:
                 where = f"rank {self._launch.rank}"
-                raise MeshError(
-                    message(problem.decode(errors="replace"), where=where, remedy="correct the start of the job")
-                )
+                raise MeshError(problem.decode(errors="replace"), where=where, remedy="correct the start of the job")
 
     def _missing(self, missing: list[int], timeout: float, strange: dict[int, bytes]) -> MeshError:
         size = self._launch.size
         return MeshError(
-            message(
-                f"{len(missing)} of {size} ranks did not come within {timeout:g} s: {missing}",
-                got=f"signatures as {sorted(strange)} that another secret has made, or none" if strange else None,
-                where=f"rank {self._launch.rank}, at {self._where}",
-                remedy="check that all have the same secret, and who else reaches the meeting place"
-                if strange
-                else "check that they were started, with the same number of ranks and the same meeting place",
-            )
+            f"{len(missing)} of {size} ranks did not come within {timeout:g} s: {missing}",
+            got=f"signatures as {sorted(strange)} that another secret has made, or none" if strange else None,
+            where=f"rank {self._launch.rank}, at {self._where}",
+            remedy="check that all have the same secret, and who else reaches the meeting place"
+            if strange
+            else "check that they were started, with the same number of ranks and the same meeting place",
         )
 
     # -- hosts that do not share home directories, and were given no secret --------------------------------------------
@@ -253,6 +249,6 @@ class RollCall:
         problem = f"this job{hosts} has no secret: who reaches its ports can take part in it"
         remedy = "give all ranks the same SPMD_SECRET or SPMD_SECRET_FILE; see docs/security.md"
         if required():
-            raise MeshError(message(problem, got="SPMD_REQUIRE_SECRET", remedy=remedy))
+            raise MeshError(problem, got="SPMD_REQUIRE_SECRET", remedy=remedy)
         if self._launch.rank == 0:
             print(f"spmd: {message(problem, remedy=remedy)}", file=sys.stderr)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .meeting import Environ
 
 _LEAST = 16  # characters of a secret
@@ -55,10 +55,8 @@ def required(environ: Environ = os.environ) -> bool:
 def _checked(secret: bytes, origin: str) -> bytes:
     if len(secret) < _LEAST:
         remedy = "make one, the same for all ranks: python -c 'import secrets; print(secrets.token_hex())'"
-        text = message(
-            f"{origin} is too short", got=f"{len(secret)} characters", expected=f"at least {_LEAST}", remedy=remedy
-        )
-        raise MeshError(text)
+        got, expected = f"{len(secret)} characters", f"at least {_LEAST}"
+        raise MeshError(f"{origin} is too short", got=got, expected=expected, remedy=remedy)
     return secret
 
 
@@ -75,12 +73,10 @@ def _of_file(path: str) -> bytes:
             return _checked(file.read(1 << 16).strip(), "SPMD_SECRET_FILE")
     except OSError as error:
         raise MeshError(
-            message(
-                "SPMD_SECRET_FILE can't be used",
-                got=f"SPMD_SECRET_FILE={path!r}: {error}",
-                expected="a file of the user's own, 0600, or one of root's that nobody else may write to",
-                remedy="chmod 600 it (in a volume of Kubernetes, defaultMode: 0400), or set SPMD_SECRET",
-            )
+            "SPMD_SECRET_FILE can't be used",
+            got=f"SPMD_SECRET_FILE={path!r}: {error}",
+            expected="a file of the user's own, 0600, or one of root's that nobody else may write to",
+            remedy="chmod 600 it (in a volume of Kubernetes, defaultMode: 0400), or set SPMD_SECRET",
         ) from None
 
 
@@ -135,12 +131,10 @@ def open_own(path: str | os.PathLike[str]) -> int:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
         os.close(fd)
         raise MeshError(
-            message(
-                f"{os.fspath(path)} is not used: it is no plain file of this user's",
-                got=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
-                expected=f"a plain file of user {os.getuid()}, or none",
-                remedy="remove it, or choose a path in a directory of your own",
-            )
+            f"{os.fspath(path)} is not used: it is no plain file of this user's",
+            got=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
+            expected=f"a plain file of user {os.getuid()}, or none",
+            remedy="remove it, or choose a path in a directory of your own",
         )
     os.fchmod(fd, 0o600)
     return fd

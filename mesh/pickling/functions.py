@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from ...kernels import torch_private
 
 _Cached = type(functools.lru_cache(lambda: None))
+_DISPATCHER: Any = functools.singledispatch(lambda obj: None)
 _KINDS = (
     ctypes.Array,
     ctypes.Structure,
@@ -50,6 +51,8 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
 
     - A `functools.cache` or `lru_cache` of a function that travels by value: it arrives with an empty cache. Python
       pickles it by name, which the receiver's `__main__` does not have.
+    - A `functools.cached_property`, which has a lock (before Python 3.12), and a `singledispatch` function, which has
+      weak references: without these.
     - Code: with the name of its file, for errors and tracebacks of ranks; cloudpickle leaves it out since 3.1.3.
     - A module object of a class of its own, such as `torch.backends.cudnn`: by name.
     - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
@@ -66,6 +69,10 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
         return _imported(obj)
     if type(obj) is _Cached and not travels_by_name(obj):
         return _cached, (obj.__wrapped__, dict(obj.cache_parameters()))
+    if type(obj) is functools.cached_property:
+        return functools.cached_property, (obj.func,), {key: one for key, one in vars(obj).items() if key != "lock"}
+    if type(obj) is types.FunctionType and obj.__code__ is _DISPATCHER.__code__ and not travels_by_name(obj):
+        return _dispatcher, (), dict(vars(obj)["registry"]), None, None, _registering
     if type(obj) is types.CodeType:
         made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
         return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)
@@ -106,3 +113,14 @@ def _registered(module: nn.Module, state: dict[str, Any]) -> None:
 
 def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _dispatcher() -> Any:
+    return functools.singledispatch(lambda *arguments: None)
+
+
+def _registering(dispatcher: Any, functions: dict[type, Callable]) -> None:
+    """Afterwards, since the functions may refer to their dispatcher."""
+    functools.update_wrapper(dispatcher, functions[object])
+    for cls, function in functions.items():
+        dispatcher.register(cls, function)

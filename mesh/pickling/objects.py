@@ -1,17 +1,21 @@
 """How objects of all kinds travel to another process, where cloudpickle alone is not enough.
 
-GPU tensors arrive on the GPU of a rank that has one, and in other processes on the CPU.
+GPU tensors arrive on the GPU of a rank that has one, and in other processes on the CPU. Arrays that
+are mapped files travel as the name of the file.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels import torch_compiled
 from ...kernels.arguments import arrived
-from ...kernels.mapped_files import opened_elsewhere
+from ...kernels.shm.pages import PAGE, any_copied
 from . import functions, operators
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -32,9 +36,36 @@ def reduced(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor) and (result := arrived(obj)) is not obj:
         return torch.Tensor.detach, (result,)
     found = operators.reduced(obj) or functions.reduced(obj)
-    return found or torch_compiled.taken_apart(obj) or opened_elsewhere(obj)
+    return found or torch_compiled.taken_apart(obj) or _mapped_file(obj)
 
 
 def _placed(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:
     tensor = tensor.to(_home)
     return torch.nn.Parameter(tensor, trainable) if is_parameter else tensor.requires_grad_(trainable)
+
+
+def _mapped_file(obj: Any) -> tuple[Callable, tuple] | None:
+    """How another process opens this `np.memmap`, or a gapless part of one, as for `__reduce__`; None for all else.
+
+    None of its data is read and sent. A copy-on-write map (mode "c", as ranks have) travels as its file only while
+    nothing was written to it; what a rank writes into it stays private to the rank.
+    """
+    if not isinstance(obj, np.memmap) or obj.filename is None or not obj.size:
+        return None
+    order = "C" if obj.flags.c_contiguous else "F" if obj.flags.f_contiguous else None
+    base: Any = obj
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = getattr(base, "base", None)
+    if order is None or base is None:
+        return None
+    if obj.mode == "c":
+        first = obj.ctypes.data - obj.ctypes.data % PAGE
+        if any_copied(first, obj.ctypes.data + obj.nbytes - first):
+            return None
+    start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # of the whole map, of which `obj` may be a part
+    offset = start + obj.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    return _opened, (str(obj.filename), obj.dtype, offset, obj.shape, order)
+
+
+def _opened(path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], order: Any) -> np.memmap:
+    return np.memmap(path, dtype, "c", offset, shape, order)

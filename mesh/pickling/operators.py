@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from . import torch_private
 from .functions import travels_by_name
 from .torch_private import ALL, CustomOperator, Namespace, Overload, Packet
@@ -96,7 +96,7 @@ def _named(name: str, overload: str | None, made: Any) -> Any:
     if packet is None:
         problem = f"the operator torch.ops.{namespace}.{own} is not there on the ranks"
         remedy = "make it with torch.library.custom_op, or in a module that the function imports"
-        raise SpecError(message(problem, remedy=remedy))
+        raise SpecError(problem, remedy=remedy)
     return packet if overload is None else getattr(packet, overload or "default")
 
 

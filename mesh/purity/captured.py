@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
 from ..rank.references import SCALARS, inside_of
@@ -88,15 +88,13 @@ class Captured:
         for entries, key, value in self._entries:
             if entries.get(key) is not value:
                 what = "gives what it captures another value, which stays on its rank: the caller never sees it"
-                raise SpecError(message(f"{name} {what}", got=f"another {key!r}", where=where, remedy=_RETURN))
+                raise SpecError(f"{name} {what}", got=f"another {key!r}", where=where, remedy=_RETURN)
         for before in self._known:
             now = _Known.of(before.tensor, before.kind, before.what)
             trained = now.grad is not None and (now.grad is not before.grad or now.grad_version != before.grad_version)
             if trained:
                 what = "calls backward() on what it captures: the gradients stay on their rank, and train nothing"
-                raise SpecError(
-                    message(f"{name} {what}", got=f"a gradient of {before.what}", where=where, remedy=_TRAIN)
-                )
+                raise SpecError(f"{name} {what}", got=f"a gradient of {before.what}", where=where, remedy=_TRAIN)
             if now.version != before.version:
                 _refuse_change(name, where, before)
 
@@ -107,7 +105,7 @@ class Captured:
 
 def _refuse_change(name: str, where: str, changed: _Known) -> NoReturn:
     what = "changes what it captures in place: the change stays on its rank, and the caller never sees it"
-    raise SpecError(message(f"{name} {what}", got=f"a change of {changed.what}", where=where, remedy=_remedy(changed)))
+    raise SpecError(f"{name} {what}", got=f"a change of {changed.what}", where=where, remedy=_remedy(changed))
 
 
 def _remedy(changed: _Known) -> str:
@@ -184,7 +182,7 @@ def _refuse_captured(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     else:
         return
     problem = f"{type(optimizer).__name__}.step() was called in a step {what}"
-    raise SpecError(message(problem, where=region.session.where(), remedy=_TRAIN))
+    raise SpecError(problem, where=region.session.where(), remedy=_TRAIN)
 
 
 @functools.cache
@@ -209,12 +207,10 @@ def _watch_checkpointing() -> None:
         region, inputs = current(), list(inputs)
         if region is not None and region.pure and not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             raise SpecError(
-                message(
-                    "reentrant activation checkpointing of inputs that need no gradients, as before the first layer "
-                    "that is trained: the parameters in it would get none",
-                    where=region.session.where(),
-                    remedy=NOT_REENTRANT,
-                )
+                "reentrant activation checkpointing of inputs that need no gradients, as before the first layer "
+                "that is trained: the parameters in it would get none",
+                where=region.session.where(),
+                remedy=NOT_REENTRANT,
             )
         look(inputs)
 
@@ -239,12 +235,10 @@ def _refuse_clipping(name: str, tensors: list[Tensor]) -> None:
     if region is None or not region.pure or not tensors or any(tensor.grad is not None for tensor in tensors):
         return
     raise SpecError(
-        message(
-            f"{name} was called in a step on tensors that have no gradients in them, and would clip nothing: here "
-            "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch)",
-            got=f"{len(tensors)} tensors with .grad None",
-            where=region.session.where(),
-            remedy="optimizer(torch.optim.AdamW, lr=..., clip=1.0) clips by the global norm; for another rule change "
-            "grads, as in {name: g.clamp(-1, 1) for name, g in grads.items()}",
-        )
+        f"{name} was called in a step on tensors that have no gradients in them, and would clip nothing: here "
+        "gradients are values, loss, grads = value_and_grad(loss_fn)(params, batch)",
+        got=f"{len(tensors)} tensors with .grad None",
+        where=region.session.where(),
+        remedy="optimizer(torch.optim.AdamW, lr=..., clip=1.0) clips by the global norm; for another rule change "
+        "grads, as in {name: g.clamp(-1, 1) for name, g in grads.items()}",
     )

@@ -1,4 +1,4 @@
-"""The Python objects that a function captures, and warnings of bodies that change them, or entries of their arguments.
+"""The Python objects that a function captures, and warnings of bodies that change them.
 
 A driver's rank has copies of them: `losses.append(loss)`, `count += 1` or a draw from a captured generator would be
 lost silently, and have another effect when a call runs again. (A launched rank runs the script itself, where the change
@@ -25,17 +25,16 @@ from torch import Tensor, nn
 
 from ...kernels import torch_compiled, torch_private
 from ...kernels.errors import message
-from .. import trees
 from ..pickling.functions import travels_by_name
 from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, used_by
 from ..rank.reloading import own_file
-from ..replication.net import marked
 
 _LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
+_TWISTER, _TWISTS = 624, 256  # words of a Mersenne Twister, which it makes anew together; how often one looks
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic)
-_OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
+_OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _WAY = "pass it as an argument, and return its new value"
 _METRIC = (
@@ -63,64 +62,79 @@ class CapturedState:
 
     def __init__(self, functions: Sequence[tuple[Any, str]], whole: tuple[type, ...], *, buffers: bool = True):
         self._looks: list[_Look] = []
-        seen: set[int] = set()
-        held: list[Any] = []  # alive, since ids are unique only among live objects
-        todo: list[tuple[Any, str, int]] = [(one, name, 0) for one, name in functions]
-        while todo and len(held) < _LOOKED_AT:
-            obj, name, depth = todo.pop()
-            if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, types.ModuleType)):
-                continue
-            seen.add(id(obj))
-            held.append(obj)
+        for obj, name in _reached(functions, whole, _inside):
             if isinstance(obj, nn.Module):
                 self._looks += _looks_at_metrics(obj, name)
                 if _is_users(type(obj)):
                     self._looks.append(_attributes_of_module(obj, name, buffers))
             self._looks += _looks_at(obj, name)
-            inside = list(_inside(obj, name)) if depth < DEPTH else []
-            if len(inside) <= LOOKED_INTO:
-                level = depth if isinstance(obj, _OF_ONE_LEVEL) else depth + 1
-                todo += [(item, its, level) for item, its in inside]
 
     def check(self, name: str, function: Any) -> None:
         """Warn, at a function's first line, if its body has changed any of it. No error: some do it on purpose."""
         change = self.first_change()
         if change is not None:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
-            _warn(function, message(problem, got=change[0], remedy=change[1]))
+            warn_at(function, problem, got=change[0], remedy=change[1])
 
     def first_change(self) -> _Change | None:
         """What has changed, and the remedy; None if nothing has."""
         return next((change for look in self._looks if (change := look()) is not None), None)
 
 
-def warn_of_assigned(
-    name: str, function: Callable, before: Sequence[Any], now: Sequence[Any], result: Any, called: Callable[[int], str]
-) -> None:
-    """Warn, at a function's first line, if it has replaced a tensor in its arguments and does not return the new one.
-
-    A tensor of the shape and dtype of a result passes, since the result may have been computed from it.
+class OwnGenerators:
+    """The generators of random numbers that what reads samples keeps or refers to, in objects of packages, too.
 
     Args:
-        name, function: what was called.
-        before, now: the leaves of its arguments.
-        result: what it returned.
-        called: gives the name of a leaf.
+        roots: datasets and functions, each with its name in the program.
+        reads: a function of the user's that reads samples, if there is one.
     """
-    kinds = {(leaf.shape, leaf.dtype) for leaf in trees.leaves(result) if isinstance(leaf, Tensor)}
-    for index, (old, new) in enumerate(zip(before, now, strict=True)):
-        both = new is not old and isinstance(old, Tensor) and isinstance(new, Tensor)
-        if not both or marked(old) or (new.shape, new.dtype) in kinds:  # a marked tensor is sharded, mostly a batch
-            continue
-        problem = f"{name} gives its {called(index)} another value, and does not return it: the caller never sees it"
-        _warn(function, message(problem, remedy="return the new value, as in return {**params, name: value}"))
-        return
+
+    def __init__(self, roots: Sequence[tuple[Any, str]], reads: Any):
+        reached = _reached(roots, (), _inside_of_dataset)
+        self._looks = [look for obj, name in reached for look in _looks_at_generator(obj, name)]
+        self._reads = reads
+
+    def check(self, problem: str, remedy: str) -> None:
+        """Warn, where samples are read, if numbers were drawn from one of them."""
+        change = next((change for look in self._looks if (change := look()) is not None), None)
+        if change is not None:
+            warn_at(self._reads, problem, got=change[0], remedy=remedy)
 
 
-def _warn(function: Any, text: str) -> None:
+def warn_at(function: Any, problem: str, **parts: Any) -> None:
+    """Warn at a function's first line; the parts are those of `errors.message`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file, line = ("spmd", 1) if code is None else (code.co_filename, code.co_firstlineno)
-    warnings.warn_explicit(text, UserWarning, file, line)
+    warnings.warn_explicit(message(problem, **parts), UserWarning, file, line)
+
+
+def _reached(
+    roots: Sequence[tuple[Any, str]], whole: tuple[type, ...], inside: Callable[[Any, str], Iterator[tuple[Any, str]]]
+) -> Iterator[tuple[Any, str]]:
+    """Objects and what they refer to, as far as one looks, each once and with its name in the program."""
+    seen: set[int] = set()
+    held: list[Any] = []  # alive, since ids are unique only among live objects
+    todo: list[tuple[Any, str, int]] = [(one, name, 0) for one, name in roots]
+    while todo and len(held) < _LOOKED_AT:
+        obj, name, depth = todo.pop()
+        if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, types.ModuleType)):
+            continue
+        seen.add(id(obj))
+        held.append(obj)
+        yield obj, name
+        found = list(inside(obj, name)) if depth < DEPTH else []
+        if len(found) <= LOOKED_INTO:
+            level = depth if isinstance(obj, _OF_ONE_LEVEL) else depth + 1
+            todo += [(item, its, level) for item, its in found]
+
+
+def _inside_of_dataset(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
+    yield from _inside(obj, name)
+    if not isinstance(obj, (types.FunctionType, type)):
+        yield from ((value, f"{name}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
+        for method in ("__getitem__", "__call__"):
+            if isinstance(function := getattr(type(obj), method, None), types.FunctionType):
+                yield function, name
 
 
 def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
@@ -171,19 +185,37 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, np.ndarray):
         plain = obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject
         return [_value_of(obj.tobytes, f"an element of {name}", _WAY)] if plain else []
-    if isinstance(obj, torch.Generator):
-        return [_value_of(lambda: bytes(obj.get_state().numpy()), f"numbers drawn from {name}", _FOR_RANDOM)]
-    if isinstance(obj, np.random.Generator | np.random.RandomState):
-        bits = obj.bit_generator if isinstance(obj, np.random.Generator) else obj
-        state = functools.partial(_state_of, bits)
-        return [_value_of(state, f"numbers drawn from {name}", _FOR_RANDOM)]
-    if isinstance(obj, random.Random):
-        return [_value_of(obj.getstate, f"numbers drawn from {name}", _FOR_RANDOM)]
+    if found := _looks_at_generator(obj, name):
+        return found
     if hasattr(type(obj), "__next__") and hasattr(type(obj), "__length_hint__"):
         return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", _WAY)]
     if (_is_users(type(obj)) or isinstance(obj, _TORCH)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
+
+
+def _looks_at_generator(obj: Any, name: str) -> list[_Look]:
+    if isinstance(obj, torch.Generator):
+        seed, before = obj.initial_seed(), bytes(obj.get_state().numpy())
+
+        def drawn() -> bytes:
+            return bytes(obj.get_state().numpy()) if obj.initial_seed() == seed else before  # seeded for each sample
+
+        return [_value_of(drawn, f"numbers drawn from {name}", _FOR_RANDOM)]
+    if isinstance(obj, np.random.Generator | np.random.RandomState):
+        return [_drawn_from(obj.bit_generator if isinstance(obj, np.random.Generator) else obj, name)]
+    return [_drawn_from(obj, name)] if isinstance(obj, random.Random) else []
+
+
+def _drawn_from(obj: Any, name: str) -> _Look:
+    """Looks at a generator of NumPy or Python; one that was seeded anew, for each sample, is right."""
+    before, words = _state_of(obj)
+
+    def look() -> _Change | None:
+        now, others = _state_of(obj)
+        return None if now == before or _is_seeded(words, others) else (f"numbers drawn from {name}", _FOR_RANDOM)
+
+    return look
 
 
 def _looks_at_metrics(module: nn.Module, name: str) -> list[_Look]:
@@ -202,9 +234,27 @@ def _attributes_of(obj: Any) -> dict[str, Any]:
     return {**found, **getattr(obj, "__dict__", {})}
 
 
-def _state_of(bits: Any) -> str:
+def _state_of(obj: Any) -> tuple[str, dict[str, Any]]:
+    """A generator's whole state as text, and the part of it that draws change in a way of their own."""
+    if isinstance(obj, random.Random):
+        found: dict[str, Any] = {"state": {"key": np.array(obj.getstate()[1][:-1], np.uint32)}, "all": obj.getstate()}
+    else:
+        found = obj.get_state(legacy=False) if isinstance(obj, np.random.RandomState) else obj.state
     with np.printoptions(threshold=1 << 20):
-        return repr(bits.get_state(legacy=False) if isinstance(bits, np.random.RandomState) else bits.state)
+        return repr(found), found.get("state", {})
+
+
+def _is_seeded(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a state can't come of an earlier one by draws, of which there are not very many."""
+    if len(before.get("key", ())) != _TWISTER:  # PCG64 and Philox draw from a sequence that their seed has chosen
+        return before.get("inc") != now.get("inc") or not np.array_equal(before.get("key", ()), now.get("key", ()))
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": before["key"], "pos": _TWISTER}}
+    for _ in range(_TWISTS):
+        if np.array_equal(twister.state["state"]["key"], now["key"]):
+            return False
+        twister.random_raw(_TWISTER)
+    return True
 
 
 def _value_of(state: Callable[[], Any], what: str, remedy: str) -> _Look:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .session import RankSession
 
 _OURS = "spmd"
@@ -33,7 +33,7 @@ def stops(rank: int) -> bool:
         return rank in [int(one) for one in chosen.split(",")]
     except ValueError:
         raise MeshError(
-            message("SPMD_DEBUG_RANK is no rank", got=repr(chosen), expected="a number, several with commas, or all")
+            "SPMD_DEBUG_RANK is no rank", got=repr(chosen), expected="a number, several with commas, or all"
         ) from None
 
 
@@ -109,11 +109,9 @@ def debug_through(session: RankSession, ask: Callable[[str], str] | None = None)
 
         def do_EOF(self, arg: str) -> bool | None:
             raise MeshError(
-                message(
-                    "the debugger at a breakpoint came to the end of its input",
-                    where=session.where(),
-                    remedy="run the program in a terminal or a notebook, or with PYTHONBREAKPOINT=0",
-                )
+                "the debugger at a breakpoint came to the end of its input",
+                where=session.where(),
+                remedy="run the program in a terminal or a notebook, or with PYTHONBREAKPOINT=0",
             )
 
     pdb.Pdb = RankPdb  # type: ignore[misc]  # what breakpoint(), set_trace() and post_mortem() make

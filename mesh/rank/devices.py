@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...kernels.cuda import nccl_library, placement
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.shm import arena
 from ..failure import ranks_text
 from ..launch.environments import Launch
@@ -54,7 +54,7 @@ def for_driver(device: str, backend: str, size: int) -> str:
     nccl_library.check_driver()
     library = nccl_library.load()
     if count < size and not nccl_library.may_share_gpu(library):
-        raise MeshError(_too_few(f"{count} for {size} ranks", library))
+        raise _too_few(f"{count} for {size} ranks", library)
     return "cuda"
 
 
@@ -94,7 +94,7 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
     except MeshError as error:
         problem = error
     except RuntimeError as error:  # CUDA's; it is raised below, since the other ranks wait for this one's entry
-        problem = MeshError(message("this rank's GPU cannot be used", got=str(error)))
+        problem = MeshError("this rank's GPU cannot be used", got=str(error))
     store.set(f"gpu/{launch.rank}", shown)
     everyone = [store.get(f"gpu/{rank}").decode() for rank in range(size)]
     without = [rank for rank, its in enumerate(everyone) if its == "none"]
@@ -104,10 +104,10 @@ def of_launched(device: str, backend: str, launch: Launch, store: Any, host: str
     if problem is not None:
         raise problem
     if without:
-        raise MeshError(message("device 'cuda' needs a GPU on every rank", got=f"none on {ranks_text(without)}"))
+        raise MeshError("device 'cuda' needs a GPU on every rank", got=f"none on {ranks_text(without)}")
     assert library is not None and own is not None
     if shared and not nccl_library.may_share_gpu(library):
-        raise MeshError(_too_few(f"{ranks_text(shared)} share one", library))
+        raise _too_few(f"{ranks_text(shared)} share one", library)
     return placement.take(own)
 
 
@@ -135,8 +135,8 @@ def _usable() -> bool:
     return True
 
 
-def _too_few(got: str, library: nccl_library.Library) -> str:
-    return message(
+def _too_few(got: str, library: nccl_library.Library) -> MeshError:
+    return MeshError(
         "device 'cuda' needs a GPU for every rank",
         got=got,
         where=library.describe(),

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels.call import labelled, labels
 from ...kernels.communicator import Communicator
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .. import donation, strides
 from ..array import Array, Meta, refuse_ragged
 from ..batch import Deal
@@ -110,7 +110,7 @@ class LocalValues:
         if self._session.launched and current() is None:
             if self._session.closed:
                 problem = "this mesh is closed, and a value that is cut can't be put together"
-                raise MeshError(message(problem, remedy="fetch values before the mesh closes"))
+                raise MeshError(problem, remedy="fetch values before the mesh closes")
             out = launched.call(self._session, gather, "the value of an Array")
         else:
             out = gather()

@@ -9,10 +9,12 @@ import enum
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ...kernels.errors import SpecError
+from ...kernels.torch_private import versions
 from .. import trees
 from ..array import refuse_ragged
 from ..region import require, reseed
@@ -20,6 +22,10 @@ from ..spec import P, ragged_shape
 from .local_values import shapes_over
 from .session import RankSession
 
+UNWRITTEN = (
+    "neither an Array nor a tensor beside it is ever changed: leave out what changes one (model.eval() of a batch norm,"
+    " no max_norm=), or call it in an @spmd function, on a clone"
+)
 KINDS = 4096  # how many kinds of arguments are remembered, for an operation and altogether
 
 
@@ -65,7 +71,18 @@ class Operation:
             whole = functools.partial(_whole, region.session, self._way is Way.RULES)
             args, kwargs = trees.map(whole, (args, kwargs))
         reseed(region)
-        return self.func(*args, **kwargs)
+        given = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = versions(given)
+        result = self.func(*args, **kwargs)
+        if versions(given) != before:  # of whole values, which are copies; of others the program has seen it
+            refuse_write(self.func)
+        return result
+
+
+def refuse_write(func: Callable) -> NoReturn:
+    """Refuse a function that changes a value of which this rank has a part."""
+    problem = f"{getattr(func, '__name__', str(func))} changes in place what it is given"
+    raise SpecError(problem, remedy=UNWRITTEN)
 
 
 def _kind(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import operator
 import os
 import sys
 import sysconfig
@@ -34,6 +35,9 @@ class LoadedModules:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
+        # Of each module: its spec, of which every load makes a new one, and the time of the file when it was loaded.
+        self._specs: dict[str, Any] = {}
+        self._times: dict[str, float] = {}
         self._count = 0
 
     def notice(self) -> None:
@@ -42,6 +46,21 @@ class LoadedModules:
             self._count = len(sys.modules)
             for name, file in _own_modules().items():
                 self._seen.setdefault(name, _state(file))
+                self._times.setdefault(name, self._seen[name][0] / 1e9)
+                self._specs.setdefault(name, sys.modules[name].__spec__)
+
+    def loaded_again(self) -> tuple[str, ...]:
+        """Those that something else has loaded since the last call: `importlib.reload`, IPython's `%autoreload`."""
+        specs, times, found = self._specs.copy(), _times_of_autoreload(), []  # other threads may note modules meanwhile
+        now = [getattr(module, "__spec__", None) for module in map(sys.modules.get, specs)]
+        if not times and all(map(operator.is_, now, specs.values())):  # in every call, with hundreds of modules
+            return ()
+        for name, spec in zip(specs, now, strict=True):
+            time = times.get(name, self._times[name])
+            if (spec is not None and spec is not specs[name]) or time > self._times[name] + 1e-5:  # rounded, as floats
+                found.append(name)
+                self._specs[name], self._times[name] = spec or specs[name], time
+        return tuple(found)
 
     def reload(self, names: Iterable[str] = ()) -> list[str]:
         """Reload modules that have changed, and `names` in any case; returns the reloaded modules, in that order.
@@ -60,10 +79,25 @@ class LoadedModules:
         done: list[str] = []
         for name in _after_their_imports(stale, imports):
             state = _state(own[name])
-            _reload(sys.modules[name])
+            try:
+                _reload(sys.modules[name])
+            finally:  # one that fails has a new spec, too
+                self._specs[name], self._times[name] = sys.modules[name].__spec__, state[0] / 1e9
             self._seen[name] = state
             done.append(name)
         return done
+
+
+def _times_of_autoreload() -> dict[str, float]:
+    """Of which time the files are that `%autoreload` has looked at, by their modules' names.
+
+    It may run the lines that have changed, and leave the rest of the module as it is.
+    """
+    extension = sys.modules.get("IPython.extensions.autoreload")
+    shell = None if extension is None else sys.modules["IPython"].get_ipython()
+    magics = None if shell is None else shell.magics_manager.registry.get("AutoreloadMagics")
+    times: dict[str, float] = getattr(getattr(magics, "_reloader", None), "modules_mtimes", {})
+    return times
 
 
 def _own_modules() -> dict[str, str]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ...kernels.arguments import checked_ranks
+from ...kernels.call import call_of, here
 from ...kernels.communicator import Communicator
-from ...kernels.errors import Aborted, MeshError, SpecError, message
+from ...kernels.errors import Aborted, MeshError, SpecError
 from ...kernels.network.hosts import HostWatch
-from ...kernels.processes import Owned, forked_cannot
+from ...kernels.processes import Owned, forked_cannot, spread
 from ...kernels.registry import make_communicator
 from ...kernels.shm.arena import Arena
 from ...kernels.torch_private import outside_torch_func
@@ -26,7 +27,6 @@ from ..failure import text_of
 from ..run_state import RunState
 from ..spec import Layout
 from ..strides import frozen_as
-from .cores import spread
 from .counted import CountedCommunicator, thread
 from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
@@ -69,6 +69,7 @@ class RankSession(Owned):
         self.closed = False
         self.members_since = 1  # the generation in which a rank was last replaced
         self.calls_in_run: dict[Any, int] = {}  # of @spmd functions, by signature; the same on all ranks
+        self._steps = 0  # calls of @spmd functions in this region, within `mesh.run`
         self.run_state = RunState()
         # On a launched rank: for each @spmd function, its calls by signature; see `calling`.
         self.calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -91,21 +92,19 @@ class RankSession(Owned):
         """`axis` as a checked tuple of axis names; None is all of them."""
         if axis is not None and (not isinstance(axis, str | tuple | list) or not axis):
             expected = "an axis name or a tuple of them"
-            raise SpecError(message(f'{what} got a bad "axis"', got=repr(axis), expected=expected))
+            raise SpecError(f'{what} got a bad "axis"', got=repr(axis), expected=expected)
         axes = self.layout.names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         for name in axes:
             if name not in self.layout.axes:
                 raise SpecError(
-                    message(
-                        f'{what} got an unknown "axis"',
-                        got=repr(name),
-                        expected=f"one of {self.layout.names}",
-                        where=self.where(),
-                        remedy="name an axis of the mesh",
-                    )
+                    f'{what} got an unknown "axis"',
+                    got=repr(name),
+                    expected=f"one of {self.layout.names}",
+                    where=self.where(),
+                    remedy="name an axis of the mesh",
                 )
         if len(set(axes)) < len(axes):
-            raise SpecError(message(f"{what} names an axis twice", got=repr(axes), remedy="name each axis once"))
+            raise SpecError(f"{what} names an axis twice", got=repr(axes), remedy="name each axis once")
         return axes
 
     def where(self) -> str:
@@ -128,16 +127,14 @@ class RankSession(Owned):
         if ranks is None:
             return self.comm(axis)
         if axis is not None:
-            raise MeshError(message('comm got both "axis" and "ranks"', remedy="give one of them"))
+            raise MeshError('comm got both "axis" and "ranks"', remedy="give one of them")
         group = tuple(checked_ranks(ranks, self.layout.size))
         if self.rank not in group:
             raise MeshError(
-                message(
-                    "comm was called on a rank that is not of the group",
-                    got=list(group),
-                    where=self.where(),
-                    remedy="call it only on the ranks that it lists",
-                )
+                "comm was called on a rank that is not of the group",
+                got=list(group),
+                where=self.where(),
+                remedy="call it only on the ranks that it lists",
             )
         return self.comm_of(group)
 
@@ -146,14 +143,12 @@ class RankSession(Owned):
         if self.is_apart:
             problem = f"a method of a remote object cannot {what}: the other ranks take no part in its call"
             remedy = "call other objects, or do that in mesh.run or in the program itself"
-            raise MeshError(message(problem, where=self.where(), remedy=remedy))
+            raise MeshError(problem, where=self.where(), remedy=remedy)
         if self._alone:
             raise MeshError(
-                message(
-                    f"a function given to mesh.submit cannot {what}: its rank runs it alone",
-                    where=self.where(),
-                    remedy="use mesh.run, in which all ranks can do that together",
-                )
+                f"a function given to mesh.submit cannot {what}: its rank runs it alone",
+                where=self.where(),
+                remedy="use mesh.run, in which all ranks can do that together",
             )
 
     @property
@@ -232,6 +227,10 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.check()
 
+    def end_call(self) -> None:
+        for comm in self._comms.values():
+            comm.end_call()
+
     def _raise_own_failure(self) -> None:
         """Raise this rank's own error, if that is why the region was aborted."""
         try:
@@ -240,21 +239,23 @@ class RankSession(Owned):
             raise failure from None
 
     @contextlib.contextmanager
-    def region(self, number: int, call: str = "") -> Iterator[None]:
+    def region(self, number: int, call: str = "", *, pure: bool = False) -> Iterator[None]:
         """Tell the peers that this rank is in region `number`, so that they know whether to wait for it.
 
-        A launched rank says which call that is, since another rank's script may make another call.
-
-        An error is reported before this rank leaves: else a peer would only see that it has left.
+        A launched rank says which call that is, since another rank's script may make another; a `pure` one is that of
+        an @spmd function. An error is reported before this rank leaves: else a peer would only see that it has left.
         """
         if self.arena is not None:
             spread(self.rank, self.layout.size)
         self.watch.enter(number, call)
+        here.call, self._steps = call_of(number, pure), 0
         self._begin_task()
         try:
             self._check_driver()
             yield
             if not self.foreign:
+                if pure:
+                    self.end_call()
                 self.check()
         except Aborted:
             if not self.foreign:
@@ -266,6 +267,7 @@ class RankSession(Owned):
             self.watch.abort(f"{self.where()}: {type(error).__qualname__}: {text_of(error)}")
             raise
         finally:
+            here.call = 0
             if not self.foreign:
                 self.watch.leave()
                 self._end_task()
@@ -276,6 +278,19 @@ class RankSession(Owned):
         release_freed_memory(number)
         if self.leases is not None and number % _TRIM_REGIONS == 0:
             self.leases.heap.trim()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a call of an @spmd function within `mesh.run`, all of whose ranks make it: see `call.here`."""
+        before, outermost = here.call, not here.call & 1
+        self._steps += outermost
+        here.call = before + (2 * self._steps + 1) * outermost
+        try:
+            yield
+            if outermost:
+                self.end_call()
+        finally:
+            here.call = before
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

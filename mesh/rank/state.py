@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError, add_note
 from .. import wire
 from ..agreement import OutputMeta, encode
 from ..array import Array, meta
@@ -136,12 +136,10 @@ class Values:
         if call in self._cut_short:
             what = "as another rank failed before the GPUs had computed it"
         return MeshError(
-            message(
-                f"a value was lost {what}",
-                got=f"the results of call {call}",
-                where=self._where,
-                remedy="run the call again, on values from before or from a checkpoint",
-            )
+            f"a value was lost {what}",
+            got=f"the results of call {call}",
+            where=self._where,
+            remedy="run the call again, on values from before or from a checkpoint",
         )
 
     def free(self, spans: Spans) -> None:
@@ -210,8 +208,7 @@ class RankState:
             self.modules.notice()
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
-            if hasattr(error, "add_note"):
-                error.add_note("[this rank was reading a function that was sent to it, with what it refers to]")
+            add_note(error, "[this rank was reading a function that was sent to it, with what it refers to]")
             self._shipped[key] = _Unreadable(error, error.__traceback__)
             return False
         return True
@@ -294,9 +291,7 @@ class RankState:
             name = getattr(obj._source, "name", None)
             if name is None:
                 raise MeshError(
-                    message(
-                        "an Array made on a rank cannot be returned from mesh.run", remedy="return its local tensor"
-                    )
+                    "an Array made on a rank cannot be returned from mesh.run", remedy="return its local tensor"
                 )
             return ("array", *name)
         return ("mesh",) if isinstance(obj, type(self.mesh)) else None

@@ -131,7 +131,8 @@ class Worker(Owned):
         state, self.task = self._state, task.number
         answer: wire.Packet | protocol.Unchanged
         try:
-            with state.session.region(task.region) if task.region else state.session.alone():
+            pure = isinstance(task, protocol.CallProgram)
+            with state.session.region(task.region, pure=pure) if task.region else state.session.alone():
                 try:
                     self._running = True
                     found = DO[type(task)](state, task, packet)

@@ -166,9 +166,35 @@ def _close(sockets: Iterable[socket.socket], fds: Iterable[int]) -> None:
 
 
 def _end_group(pid: int) -> None:
-    """Kill a rank, its readers, and processes that they have started and left behind."""
+    """Kill a rank, its readers, and processes that they have started and left behind.
+
+    Not a resource tracker of Python's multiprocessing: when the others have ended it removes what they have left in
+    /dev/shm, and ends.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGSTOP)  # so that nobody forks meanwhile; mostly nobody is left, and this raises
+        members = {member: _is_tracker(member) for member in _members(pid)}
+        if not any(members.values()):
+            os.killpg(pid, signal.SIGKILL)
+            return
+        for member, is_tracker in members.items():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member, signal.SIGCONT if is_tracker else signal.SIGKILL)
+
+
+def _members(group: int) -> Iterable[int]:
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                yield pid
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as command:
+            return b"resource_tracker import main" in command.read()
+    except OSError:  # it has ended
+        return False
 
 
 def _reap(children: dict[int, socket.socket]) -> None:

@@ -52,11 +52,7 @@ def fill(
 
 
 def fill_streams(
-    mesh: Mesh,
-    name: str,
-    reader: Reader,
-    requests: Sequence[tuple[tuple, Deal]],
-    remedy: str,
+    mesh: Mesh, reader: Reader, requests: Sequence[tuple[tuple, Deal]], remedy: str
 ) -> list[Callable[[], tuple[Any, Found]]]:
     """As `fill`, from virtual streams: each function gives the tree of Arrays, or None, and what was found.
 
@@ -72,7 +68,7 @@ def fill_streams(
         if not any(count for count, _ in found.values()):
             return None, found
         deal = _deal(asked.layout, found, known)
-        return asked.tree(descriptions, deal, name=name, remedy=remedy), found
+        return asked.tree(descriptions, deal, name="the Loader's Stream", remedy=remedy), found
 
     return _asked(mesh, reader, requests, there, functools.partial(_stream_here, mesh, reader.obj))
 

@@ -15,7 +15,7 @@ import socket
 import sys
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import failure, protocol, wire
@@ -44,12 +44,11 @@ class Pool(Owned):
     Args:
         job: the function, sent to each once.
         count: how many processes.
-        what: what they do, for messages.
     """
 
-    def __init__(self, job: Any, count: int, what: str):
+    def __init__(self, job: Any, count: int):
         super().__init__()
-        self._job, self._what = job, what
+        self._job = job
         self._readers: list[_Reader | None] = [None] * count
         self._zygote: spawn.Zygote | None = None  # all pools of this process share it, and it is kept
         self._shipped: wire.Packet | None = None
@@ -96,7 +95,7 @@ class Pool(Owned):
                 raise self._lost.pop(number)
             reader = self._readers[index]
             if reader is None or number not in reader.asked:
-                raise MeshError(message(f"a reader that {self._what} was lost", remedy="iterate again"))
+                raise MeshError("a reader that reads for the Loader was lost", remedy="iterate again")
             self._receive()
         del self._wanted[number]
         msg, packet = self._answers.pop(number)
@@ -106,7 +105,9 @@ class Pool(Owned):
             packet.close()
         if isinstance(msg, protocol.Failed):
             error = failure.original(result)
-            error.__cause__ = failure.RemoteTraceback(f"\n\nin a process that {self._what}:\n{result.traceback}")
+            error.__cause__ = failure.RemoteTraceback(
+                f"\n\nin a process that reads for the Loader:\n{result.traceback}"
+            )
             raise error
         return result
 
@@ -161,9 +162,9 @@ class Pool(Owned):
         try:
             return wire.dumps(self._job, head=())
         except Exception as error:  # anything: pickling calls methods of the dataset
-            problem = f"a dataset cannot be sent to a process that {self._what}"
+            problem = "a dataset cannot be sent to a process that reads for the Loader"
             remedy = "what is open is each process's own: have __getstate__ leave it out"
-            raise MeshError(message(problem, got=f"{type(error).__name__}: {error}", remedy=remedy)) from None
+            raise MeshError(problem, got=f"{type(error).__name__}: {error}", remedy=remedy) from None
 
     def _receive(self) -> None:
         """Take in what the readers have sent; waits until there is something."""
@@ -201,11 +202,9 @@ class Pool(Owned):
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"
         error = MeshError(
-            message(
-                f"a process that {self._what} {how}",
-                got=reader.note.read() or "nothing read yet",
-                remedy="nothing that was delivered is lost: go on from the Loader's state_dict(). If the system has "
-                "killed it for memory, take fewer workers=, or read less ahead (prefetch=, prefetch_mb=)",
-            )
+            f"a process that reads for the Loader {how}",
+            got=reader.note.read() or "nothing read yet",
+            remedy="nothing that was delivered is lost: go on from the Loader's state_dict(). If the system has "
+            "killed it for memory, take fewer workers=, or read less ahead (prefetch=, prefetch_mb=)",
         )
         self._lost.update(dict.fromkeys(lost, error))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
 from .. import wire
 from ..failure import Failure, capture, combine
 
@@ -26,34 +26,28 @@ def raised(packet: wire.Packet, mesh: str) -> BaseException:
 def lost(rank: int, what: str, mesh: str) -> PeerLost:
     """The error for a rank that has ended, and with it what lived there."""
     return PeerLost(
-        message(
-            f"rank {rank}, on which {what} lived, has died or left",
-            where=mesh,
-            remedy="make the object again: the mesh replaces the rank",
-        ),
-        rank,
+        f"rank {rank}, on which {what} lived, has died or left",
+        where=mesh,
+        remedy="make the object again: the mesh replaces the rank",
+        rank=rank,
     )
 
 
 def unreachable(rank: int, what: str, mesh: str) -> PeerLost:
     """The error for a rank that accepts no connection, and is not replaced either."""
     return PeerLost(
-        message(
-            f"rank {rank}, on which {what} was to live, lets nobody in",
-            where=mesh,
-            remedy="it has died, or can open no more files: see its RLIMIT_NOFILE, ulimit -n",
-        ),
-        rank,
+        f"rank {rank}, on which {what} was to live, lets nobody in",
+        where=mesh,
+        remedy="it has died, or can open no more files: see its RLIMIT_NOFILE, ulimit -n",
+        rank=rank,
     )
 
 
 def gone(label: str, mesh: str) -> MeshError:
     return MeshError(
-        message(
-            f"{label} is no more: the handle that mesh.remote returned for it is gone",
-            where=mesh,
-            remedy="keep that handle for as long as the object is needed",
-        )
+        f"{label} is no more: the handle that mesh.remote returned for it is gone",
+        where=mesh,
+        remedy="keep that handle for as long as the object is needed",
     )
 
 
@@ -62,9 +56,7 @@ def refuse_gradients(leaves: list[Any], what: str) -> None:
     for leaf in leaves:
         if getattr(leaf, "grad_fn", None) is not None:
             raise MeshError(
-                message(
-                    f"{what} was given a tensor of a gradient's graph, and remote calls have no derivative",
-                    got=f"shape {tuple(leaf.shape)} of {type(leaf.grad_fn).__name__}",
-                    remedy="detach() it; for pipelines that are differentiated use ppermute",
-                )
+                f"{what} was given a tensor of a gradient's graph, and remote calls have no derivative",
+                got=f"shape {tuple(leaf.shape)} of {type(leaf.grad_fn).__name__}",
+                remedy="detach() it; for pipelines that are differentiated use ppermute",
             )

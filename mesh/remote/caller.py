@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
 from .. import wire
 from ..rank.interrupts import uninterrupted
 from . import answers
@@ -69,7 +69,7 @@ class Caller:
         connection, name = self._post.connection(rank), (self._post.id, self.next_number())
         packet, refs = self.contents.of_call(args, kwargs, label)
         if restore and refs:
-            raise MeshError(message(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()"))
+            raise MeshError(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()")
         making = duplicate(packet)
         self.made.add(name)
         ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
@@ -172,11 +172,9 @@ class Caller:
                 self.wait(oldest.future, None, (owner, oldest.name))
             if not oldest.future.done():
                 raise MeshError(
-                    message(
-                        f"{CALLS} calls, or {BYTES >> 20} MB of arguments, are under way, and no room can come free",
-                        where=self._post.describe(),
-                        remedy="a method that calls its own object must end before those calls begin; call fewer",
-                    )
+                    f"{CALLS} calls, or {BYTES >> 20} MB of arguments, are under way, and no room can come free",
+                    where=self._post.describe(),
+                    remedy="a method that calls its own object must end before those calls begin; call fewer",
                 )
 
     def cancel(self, ref: Ref) -> bool:
@@ -208,7 +206,7 @@ class Caller:
         if future.done():
             return future.result()
         if self._post.is_serving_thread():
-            raise MeshError(message("a callback waits for a result that is not there", remedy="wait in a thread"))
+            raise MeshError("a callback waits for a result that is not there", remedy="wait in a thread")
         call = self._post.residents.call_here()
         if call is None or waits_for is None:
             try:
@@ -227,11 +225,9 @@ class Caller:
                     return future.result()
                 if call.deadlock:
                     raise MeshError(
-                        message(
-                            self._post.residents.deadlock_text(call),
-                            where=self._post.describe(),
-                            remedy="return the Ref instead of waiting for it, or call another object",
-                        )
+                        self._post.residents.deadlock_text(call),
+                        where=self._post.describe(),
+                        remedy="return the Ref instead of waiting for it, or call another object",
                     )
                 with self._post.lock:
                     self._post.residents.probes.send(waits_for[0], Probe(call.name, waits_for[1], (call.name,)))

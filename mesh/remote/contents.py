@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .. import trees, wire
 from ..ambient import ambient
 from .answers import refuse_gradients
@@ -75,12 +75,10 @@ class Contents:
             if raised:
                 raise raised[0] from None
             raise MeshError(
-                message(
-                    f"{what} cannot be sent",
-                    got=f"{type(error).__name__}: {error}",
-                    where=self._describe(),
-                    remedy="pass what it is made of, or make it in the object's own methods",
-                )
+                f"{what} cannot be sent",
+                got=f"{type(error).__name__}: {error}",
+                where=self._describe(),
+                remedy="pass what it is made of, or make it in the object's own methods",
             ) from None
 
     def loads(self, packet: wire.Packet, arguments: Callable[[int], Any] | None = None) -> Any:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ..array import Array
 from .protocol import Name, NodeId
 from .reference import Caller, Ref
@@ -76,11 +76,9 @@ class Remote:
 
     def __reduce__(self) -> Any:
         raise MeshError(
-            message(
-                "a Remote cannot be pickled: it stands for an object on a rank",
-                got=repr(self),
-                remedy="give it to a call, or let a function that runs on the ranks refer to it",
-            )
+            "a Remote cannot be pickled: it stands for an object on a rank",
+            got=repr(self),
+            remedy="give it to a call, or let a function that runs on the ranks refer to it",
         )
 
     def __repr__(self) -> str:
@@ -113,10 +111,8 @@ def named(obj: Remote | Ref, caller: Caller) -> tuple:
     """The name under which a handle, or a Ref, is sent to a process of its mesh."""
     if obj._caller is not caller:
         raise MeshError(
-            message(
-                f"{obj!r} is of another mesh, or of one that was restarted",
-                remedy="use it on the mesh that it was made on; give a result to another one as ref.get()",
-            )
+            f"{obj!r} is of another mesh, or of one that was restarted",
+            remedy="use it on the mesh that it was made on; give a result to another one as ref.get()",
         )
     if isinstance(obj, Ref):
         obj.future.seen = True  # an error is raised by what the Ref is given to
@@ -134,15 +130,13 @@ def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:
     """The mesh's name; None for what is no mesh. Refuses Arrays: a remote call's rank may not have made them yet."""
     if isinstance(obj, Array):
         raise MeshError(
-            message(
-                "an Array was given to a call of a remote object, which runs beside the calls that make Arrays",
-                got=repr(obj),
-                remedy="give it the value, array.full(), or fetch(tree)",
-            )
+            "an Array was given to a call of a remote object, which runs beside the calls that make Arrays",
+            got=repr(obj),
+            remedy="give it the value, array.full(), or fetch(tree)",
         )
     here = mesh()
     if here is None or type(obj) is not type(here):
         return None
     if obj.same_as(here):
         return ("mesh",)
-    raise MeshError(message("a remote call was given another mesh than its own", remedy="pass what it needs of it"))
+    raise MeshError("a remote call was given another mesh than its own", remedy="pass what it needs of it")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from ...kernels.errors import MeshError, SpmdError, message
+from ...kernels.errors import MeshError, SpmdError
 from ...kernels.processes import Owned
 from .. import wire
 from . import answers
@@ -144,15 +144,13 @@ class Node(Owned):
     def check_own(self) -> None:
         if self.foreign:
             raise MeshError(
-                message("this mesh belongs to the process that this one was forked from", remedy="call objects there")
+                "this mesh belongs to the process that this one was forked from", remedy="call objects there"
             )
 
     def check_open(self) -> None:
         self.check_own()
         if self.closed is not None:
-            raise MeshError(
-                message(f"remote objects are gone: {self.closed}", where=self.describe(), remedy=self._remedy)
-            )
+            raise MeshError(f"remote objects are gone: {self.closed}", where=self.describe(), remedy=self._remedy)
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +208,7 @@ class Node(Owned):
             waiting = [one for connection in self._to.values() for one in connection.pending.values()]
         for one in waiting:
             with contextlib.suppress(Exception):
-                one.settle(None, MeshError(message(f"{one.what} has no result: {why}", remedy=remedy)))
+                one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
         if self._thread is None:
             self._exchange.give_back()
         else:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...kernels.arguments import check_function
 from ...kernels.cuda import placement
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ...kernels.network.codec import Message
 from .. import wire
 from ..driver.snapshot import remember_sources
@@ -164,12 +164,10 @@ class LiveObject:
         methods = methods_of(type(self.value))
         if self.maker is not None and not {"save", "load"} <= methods:
             raise MeshError(
-                message(
-                    "restore=True needs a class that can say what its objects have become",
-                    got=f"{type(self.value).__name__}, which lacks {', '.join(sorted({'save', 'load'} - methods))}",
-                    expected="save(), which returns a value, and load(value)",
-                    remedy="add them, or leave restore out",
-                )
+                "restore=True needs a class that can say what its objects have become",
+                got=f"{type(self.value).__name__}, which lacks {', '.join(sorted({'save', 'load'} - methods))}",
+                expected="save(), which returns a value, and load(value)",
+                remedy="add them, or leave restore out",
             )
         return methods
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from ..display.notebook import shorten
 from .protocol import Name, NodeId
 
@@ -138,17 +138,13 @@ class Ref:
 
     def __bool__(self) -> bool:
         problem = "a Ref was asked whether it is true, and stands for a result that may not be there yet"
-        raise MeshError(
-            message(problem, got=repr(self), remedy="ask the result, ref.get(), or whether it is there, ref.done()")
-        )
+        raise MeshError(problem, got=repr(self), remedy="ask the result, ref.get(), or whether it is there, ref.done()")
 
     def __reduce__(self) -> Any:
         raise MeshError(
-            message(
-                "a Ref cannot be pickled: its result is on a rank",
-                got=repr(self),
-                remedy="give it to a call as an argument, or its result: ref.get()",
-            )
+            "a Ref cannot be pickled: its result is on a rank",
+            got=repr(self),
+            remedy="give it to a call as an argument, or its result: ref.get()",
         )
 
     def __repr__(self) -> str:

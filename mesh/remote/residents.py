@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
 from .. import wire
 from . import answers
 from .caller import Caller
@@ -89,7 +89,7 @@ class Residents:
                 result = live.do(call.invoke.method, args, kwargs)
             packet, refs = self._caller.contents.of_result(result, f"{type(live.value).__name__}.{call.invoke.method}")
             if refs and live.maker is not None:
-                raise MeshError(message("an object that is restored returned a Ref", remedy="return its result"))
+                raise MeshError("an object that is restored returned a Ref", remedy="return its result")
         except BaseException as error:
             kind, packet, refs = Raised, answers.packed(error, self._post.id[0]), ()
         finally:
@@ -230,7 +230,7 @@ class Residents:
             elif call is not None:
                 call.asked.append(waiter)
             elif name[0] in self._gone or self._latest.get(name[0], 0) >= name[1]:
-                text = message("a result is gone: the process that asked for it needs it no more, or has ended")
+                text = "a result is gone: the process that asked for it needs it no more, or has ended"
                 waiter(Raised, answers.packed(PeerLost(text, name[0][0]), self._post.id[0]))
             else:
                 self._expected.setdefault(name, []).append(waiter)
@@ -309,7 +309,7 @@ class Residents:
                     self._forget(call)
             for name in [name for name in self._expected if name[0] == peer]:
                 for waiter in self._expected.pop(name):
-                    text = message("the process that has made this call has ended before it reached its object")
+                    text = "the process that has made this call has ended before it reached its object"
                     waiter(Raised, answers.packed(PeerLost(text, peer[0]), self._post.id[0]))
             for name in [name for name in self.objects if name[0] == peer]:
                 self._drop(name)

@@ -24,9 +24,8 @@ from ...kernels.word_key import word_key
 from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within
-from ..spec import Layout
-from .net import NOWHERE, RANDOM, Net, Varying, activate, active, joined, nbytes, numbers_in
-from .statistics import chooses, joins_samples, sample_of
+from .net import NOWHERE, RANDOM, Net, Varying, activate, joined, nbytes, numbers_in
+from .statistics import chooses, joins_samples, note_average, sample_of
 
 # Their results take an input's shape, and nothing of its values.
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
@@ -168,6 +167,8 @@ class _Join:
                     net.view(tensor, varying, self._inputs[_key(tensor)])
                 else:
                     net.made(tensor, varying)
+                if net.samples > 1 and varying.origins and not index:
+                    note_average(net, *self._call, varying.line, tensor)
 
 
 def _only_scales(argument: str, kwargs: dict) -> bool:
@@ -309,42 +310,3 @@ class _Numbers(_Conditions):
                 net.view(tensor, joined([net.of(tensor), varying]))
             else:
                 net.made(tensor, joined([net.of(tensor), varying]))
-
-
-class FollowedCommunicator:
-    """A communicator whose messages are followed: what arrives differs along its axes, unless all get the same."""
-
-    def __init__(self, net: Net, comm: Any, axes: tuple[str, ...]):
-        self._net, self._comm, self._axes = net, comm, axes
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._comm, name)
-        if name not in _MESSAGES:
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            net = self._net
-            tensors = list(tensors_in([*args, *kwargs.values()]))
-            varying = joined(net.of(tensor) for tensor in tensors).without(self._axes)
-            if name not in _REPLICATES:
-                varying = joined([varying, Varying(dict.fromkeys(self._axes, f"a message ({name})"))])
-            written = list(tensors) if name == "gather" else next(iter([*args, *kwargs.values()]))
-            with net.pause():
-                result = found(*args, **kwargs)
-            for tensor in tensors_in(written):
-                (net.result if name in _REPLICATES else net.written)(tensor, varying)
-            return result
-
-        return call
-
-
-_REPLICATES = {"broadcast", "all_reduce", "all_gather"}
-_MESSAGES = _REPLICATES | {"recv", "irecv", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all"}
-
-
-def followed(comm: Any, layout: Layout) -> Any:
-    """A communicator for a body's own use, whose messages the active net sees."""
-    net = active()
-    if net is None:
-        return comm
-    return FollowedCommunicator(net, comm, layout.axes_of(comm.ranks))

@@ -291,8 +291,8 @@ class VaryingFloat(float):
         return float, (float(self),)
 
 
-def varying_number(value: int, axes: Iterable[str], origin: str) -> int:
-    """A number that differs between ranks; if a net is active, it is followed."""
+def varying_number(value: int, axes: Iterable[str]) -> int:
+    """This rank's place along some axes; if a net is active, it is followed."""
     net = active()
     if net is None:
         return value
@@ -300,7 +300,7 @@ def varying_number(value: int, axes: Iterable[str], origin: str) -> int:
     axes = net.axes & set(axes)
     if not axes:
         return value
-    return _number(value, joined([Varying(dict.fromkeys(axes, origin))]))
+    return _number(value, joined([Varying(dict.fromkeys(axes, "axis_index"))]))
 
 
 def plain_number(value: Any) -> Any:

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.torch_private import arguments, operation_name
+from ...kernels.torch_private import arguments, operation_name, version
 
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
 _REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
 _ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # along one dimension, which they keep
+_LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"}
+_LOSSES |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_KEEP_MEANS = {"add", "sub", "neg", "clone", "_to_copy", "detach", "alias", "view", "div"}
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -70,3 +73,36 @@ def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) ->
     if samples in args[0].shape[1:2]:
         return -1
     return index if name == "unbind" else args[2] % samples
+
+
+def note_average(net: Any, func: Any, args: tuple, kwargs: dict, line: str, result: Any) -> None:
+    """Note on an operation's result that it is a mean over this rank's samples, plus or divided by anything.
+
+    What is multiplied may be a sum, by the number of samples, and isn't noted.
+    """
+    name, _ = operation_name(func)
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or given.is_nested or not isinstance(result, Tensor) or result.is_nested:
+        return
+    if name in _KEEP_MEANS:
+        which = args[:1] if name == "div" else args[:2]
+        text = next(filter(None, (average(net, each) for each in which)), "")
+    else:
+        options = {argument.name: at for at, argument in enumerate(arguments(func))}
+        at = options.get("reduction", len(args))
+        reduction = args[at] if at < len(args) else kwargs.get("reduction", 1)
+        whole = given.dim() and (not result.dim() or result.shape[0] != net.samples)
+        over = whole and (
+            (name == "mean" and given.shape[0] == net.samples)
+            or (name in _LOSSES and reduction == 1 and given.shape[0] % net.samples == 0)
+        )
+        text = f"{name} at {line}" if over else ""
+    if text:
+        noted: Any = result
+        noted._spmd_average = (net, version(result), text)
+
+
+def average(net: Any, x: Any) -> str:
+    """The operation that made a tensor a mean over this rank's samples: `mean at train.py:12`; empty if none did."""
+    own = getattr(x, "_spmd_average", None)
+    return own[2] if own is not None and own[0] is net and own[1] == version(x) else ""

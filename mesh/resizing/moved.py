@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, message
+from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..array import Meta
 from ..driver.pending import Again, Task
@@ -103,12 +103,10 @@ def spec_on(before: Layout, after: Layout, about: Meta, where: str) -> P:
         if len([name for name in axes if before.axes[name] > 1 or after.axes[name] > 1]) > 1:
             # The parts of a sharded optimizer state are in the order of the old ranks.
             raise MeshError(
-                message(
-                    "the mesh cannot be resized: a value is cut over several axes in one dimension",
-                    got=f"shape {tuple(about.shape)} with {about.spec}",
-                    where=where,
-                    remedy="resize along an axis that does not cut it, or start anew from whole values",
-                )
+                "the mesh cannot be resized: a value is cut over several axes in one dimension",
+                got=f"shape {tuple(about.shape)} with {about.spec}",
+                where=where,
+                remedy="resize along an axis that does not cut it, or start anew from whole values",
             )
         if about.shape[dim] % after.parts(axes) or about.shape[dim] == RAGGED:
             return REPLICATED

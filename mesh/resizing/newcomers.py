@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
+from ...kernels.limits import named_limits
 from ...kernels.processes import available_bytes
 from ...kernels.shm.heap import Heap
 from .. import protocol, wire
@@ -61,6 +62,7 @@ class Newcomers:
         self._printed: list[tuple[Rank, str, bytes]] = []
         self._cancelled = threading.Event()
 
+    @named_limits()
     def prepare(self) -> None:
         """Start them, and wait until they are ready.
 
@@ -81,7 +83,7 @@ class Newcomers:
                 if not left:
                     problem = f"the mesh cannot be resized: new ranks die before they are ready, {TRIES} times in a row"
                     remedy = "see their error output; the mesh goes on as it was"
-                    raise MeshError(message(problem, got=f"the last: {error}", remedy=remedy)) from None
+                    raise MeshError(problem, got=f"the last: {error}", remedy=remedy) from None
 
     def _made(self) -> Ranks:
         old, options = self._session.ranks, self._options
@@ -109,7 +111,7 @@ class Newcomers:
 
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
-            raise MeshError(message("the mesh was closed while it was resized", where=self._session.describe()))
+            raise MeshError("the mesh was closed while it was resized", where=self._session.describe())
 
     def _greet(self) -> None:
         """Send them what the old ranks were sent, and wait until they have read it."""
@@ -150,7 +152,7 @@ class Newcomers:
                 late = sorted(rank for rank, count in left.items() if count > 0)
                 got = f"ranks {late} are not ready after {seconds:g} s"
                 remedy = "see what they import; the mesh goes on as it was"
-                raise MeshError(message("the mesh cannot be resized", got=got, remedy=remedy))
+                raise MeshError("the mesh cannot be resized", got=got, remedy=remedy)
             for kind, rank, what in next(heard):
                 if kind == "death":
                     raise Died(f"rank {rank.rank} {rank.end_text()}")
@@ -205,7 +207,7 @@ class Newcomers:
             if failure.type_name == PeerLost.__name__:
                 raise Died(got)
             remedy = "the mesh goes on as it was"
-            raise MeshError(message("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy))
+            raise MeshError("the mesh cannot be resized: a new rank has failed", got=got, remedy=remedy)
         packet.close()
         if self.ranks.arena is not None:
             self.ranks.arena.answers.received[rank.rank] += 1

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ...kernels.arguments import checked_rank, is_whole
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
+from ...kernels.limits import named_limits
 from .. import protocol
 from ..driver import open_sessions
 from ..driver.mesh_view import MeshView
@@ -31,6 +32,7 @@ from .moved import Moved, MovedBetweenHosts, bytes_to_move
 from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")
+_CLOSED_SECONDS = 0.1  # how long it may take to see that the mesh was closed meanwhile
 
 
 def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
@@ -81,7 +83,8 @@ def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collectio
         before.cancel()
     if layout == self.layout:
         return
-    resizing = Resizing(self, driver, layout, host_list)
+    with named_limits():
+        resizing = Resizing(self, driver, layout, host_list)
     if not wait:
         driver.resizing = resizing
         return
@@ -111,7 +114,7 @@ def retire(self: MeshView, rank: int) -> None:
         axis = layout.batch_axis
         if layout.axes[axis] == 1:
             problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"
-            raise MeshError(message(problem, where=self.describe(), remedy="close the mesh"))
+            raise MeshError(problem, where=self.describe(), remedy="close the mesh")
         leaving = layout.group(rank, tuple(name for name in layout.names if name != axis))
         self.driver.end_stopped(leaving)
         _resize(self, {axis: layout.axes[axis] - 1}, True, leaving)
@@ -120,26 +123,26 @@ def retire(self: MeshView, rank: int) -> None:
 def _refuse_on_ranks(mesh: MeshView, what: str) -> None:
     if not mesh.is_driver or current() is not None:
         problem = f"mesh.{what} is for the program that started the ranks"
-        raise MeshError(message(problem, where=mesh.describe(), remedy="save, and launch the job at another size"))
+        raise MeshError(problem, where=mesh.describe(), remedy="save, and launch the job at another size")
 
 
 def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
     where = mesh.describe()
     known = mesh.layout.axes
     if not isinstance(axes, dict):
-        raise MeshError(message("resize got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}'))
+        raise MeshError("resize got bad axes", got=repr(axes), expected='a dict, such as {"data": 4}')
     for name, size in axes.items():
         if name not in known:
-            raise MeshError(message("resize got an unknown axis", got=repr(name), expected=f"one of {[*known]}"))
+            raise MeshError("resize got an unknown axis", got=repr(name), expected=f"one of {[*known]}")
         if not is_whole(size) or size < 1:
             expected = "a whole number, at least 1"
-            raise MeshError(message(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected))
+            raise MeshError(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected)
     driver = mesh.driver
     driver.ready()
     if not driver.lasting:
         problem = "a mesh of GPUs cannot be resized"
         remedy = "save, close the mesh, and restore on one of the other size"
-        raise MeshError(message(problem, where=where, remedy=remedy))
+        raise MeshError(problem, where=where, remedy=remedy)
     _check_remote(driver)
     return Layout(tuple((name, int(axes.get(name, size))) for name, size in mesh.layout.sizes))
 
@@ -153,7 +156,7 @@ def _host_list(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> Host
     if copies >= left < len(mesh.hosts.names):
         problem = f"the mesh cannot be resized: values have copies on {copies} other hosts, and fewer would be left"
         got, remedy = f"{layout.size} ranks on {left} hosts", "leave ranks on more hosts than that"
-        raise MeshError(message(problem, got=got, where=mesh.describe(), remedy=remedy))
+        raise MeshError(problem, got=got, where=mesh.describe(), remedy=remedy)
     return host_list
 
 
@@ -161,7 +164,7 @@ def _check_remote(driver: DriverSession) -> None:
     driver.node.caller.raise_unseen()
     if driver.node.in_use:
         problem = "a mesh on whose ranks objects of mesh.remote live cannot be resized"
-        raise MeshError(message(problem, where=driver.describe(), remedy="make them on a mesh of their own"))
+        raise MeshError(problem, where=driver.describe(), remedy="make them on a mesh of their own")
 
 
 class Resizing:
@@ -237,7 +240,7 @@ class Resizing:
                 if not left:
                     problem = f"the mesh cannot be resized: what moves values dies, {TRIES} times in a row"
                     remedy = "see the error output; the mesh goes on as it was"
-                    raise MeshError(message(problem, got=f"the last: {error}", remedy=remedy)) from None
+                    raise MeshError(problem, got=f"the last: {error}", remedy=remedy) from None
             self._newcomers.prepare()
         raise AssertionError
 
@@ -248,6 +251,7 @@ class Resizing:
             with _quiet(driver):
                 began = time.monotonic()
                 _check_remote(driver)
+                switch.enter_context(named_limits())  # not before: errors of the program's calls are raised until here
                 moved: Moved | MovedBetweenHosts
                 if self._host_list is None:
                     moved = Moved(driver, arena, self._layout)
@@ -274,13 +278,15 @@ class Resizing:
             with driver.lock:
                 for msg, packet in driver.shipped.naming_values():
                     driver.tell(msg, packet)
-        listening.wait()
+        while not listening.wait(_CLOSED_SECONDS) and driver.closed is None:  # nothing listens to a closed mesh
+            pass
         self._newcomers.show_printed()
         del moved
         if driver.leaving is not None:
             driver.leaving.join()
         driver.leaving = threading.Thread(target=old.leave, name="spmd-leaving", daemon=True)
         driver.leaving.start()
+        driver.check_open()
         return began
 
     def _listen(self, gone: list[Any], done: threading.Event) -> None:
@@ -313,12 +319,10 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
         if not task.settled.is_set():
             busy = sorted(driver.pending.busy())
             raise MeshError(
-                message(
-                    "the mesh cannot be resized while its ranks are busy",
-                    got=f"ranks {busy} after {driver.timeout:g} s",
-                    where=driver.describe(),
-                    remedy="wait for what mesh.submit has started",
-                )
+                "the mesh cannot be resized while its ranks are busy",
+                got=f"ranks {busy} after {driver.timeout:g} s",
+                where=driver.describe(),
+                remedy="wait for what mesh.submit has started",
             )
         try:
             driver.wait(task)

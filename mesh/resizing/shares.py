@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, PeerLost, message
+from ...kernels.errors import MeshError, PeerLost
 from ...kernels.network.authentication import code
 from ...kernels.shm.arena import Arena
 from .. import strides, wire
@@ -109,9 +109,7 @@ class Shares:
         """A value that travels as a pickle, because it is sparse or quantized."""
         one = self.values[index]
         if one is None or one.spec.entries:
-            raise MeshError(
-                message("a value that is no plain tensor is cut", got=f"{one}", remedy="fetch and delete it")
-            )
+            raise MeshError("a value that is no plain tensor is cut", got=f"{one}", remedy="fetch and delete it")
         found: torch.Tensor = wire.from_bytes(bytes(data))
         return found
 

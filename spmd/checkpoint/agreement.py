@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..data.loader import Loader
-from ..kernels.errors import SpmdError, message
+from ..kernels.errors import SpmdError
 from ..mesh.array import Array
 from ..mesh.failure import ranks_text
 from ..mesh.mesh import Mesh
@@ -55,12 +55,10 @@ def agree(
             with mesh.run_state.uncounted():
                 everyone = mesh.run(itself, mine)
             raise SpmdError(
-                message(
-                    "the ranks do not agree on what to save",
-                    got="; ".join(_differences(everyone)) or "the same leaves in another order",
-                    where=mesh.describe(),
-                    remedy="have all ranks call save with the same arguments, and leave out what differs between them",
-                )
+                "the ranks do not agree on what to save",
+                got="; ".join(_differences(everyone)) or "the same leaves in another order",
+                where=mesh.describe(),
+                remedy="have all ranks call save with the same arguments, and leave out what differs between them",
             )
     except BaseException:
         if isinstance(outcome, tuple):

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels import processes
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
+from ..mesh.rank.interrupts import uninterrupted
 from .manifest import MANIFEST, RANK_FILE, seal, unsealed
 from .schema import LARGEST, Invalid, require
 
@@ -30,12 +31,11 @@ _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = re.compile(r"\.(?P<of>step-\d+)\.(?P<kind>tmp|aside)-(?P<pid>\d+)-[0-9a-f]+-(?P<host>.*)")
 _REMEMBERED = 64  # manifests
 _LARGEST_MANIFEST = 1 << 28  # bytes: a hundred for each leaf, and more leaves than any model has
+_PLAIN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HERE, _RENAME_EXCHANGE = -100, 2  # Linux's AT_FDCWD and RENAME_EXCHANGE
-_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
-# The names of the folders that this process is writing into; no two folders share one.
-_writing: set[str] = set()
-# The file lengths that a manifest says, by its file's identity, time and size: checking a manifest each time would take
-# too long for a frequent `save` of something small.
+_TAKEN = errno.ENOTEMPTY, errno.EEXIST
+_writing: set[str] = set()  # the names of the folders that this process is writing into; no two folders share one
+# File lengths in a manifest, by its file's identity, time and size: checking one at each `save` would take too long.
 _lengths: dict[tuple[int, int, int, int], list[tuple[str, int]]] = {}
 
 
@@ -72,17 +72,18 @@ def holds_checkpoint(folder: Path) -> bool:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    try:
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (NotADirectoryError, PermissionError) as error:
-        return isinstance(error, PermissionError)
-    try:
-        found = any(name == MANIFEST or RANK_FILE.fullmatch(name) for name in os.listdir(opened))
-        if not found and not os.path.samestat(os.fstat(opened), os.stat(folder)):  # another is in its place by now
-            raise FileNotFoundError(folder)
-        return found
-    finally:
-        os.close(opened)
+    with uninterrupted():
+        try:
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (NotADirectoryError, PermissionError) as error:
+            return isinstance(error, PermissionError)
+        try:
+            found = any(name == MANIFEST or RANK_FILE.fullmatch(name) for name in os.listdir(opened))
+            if not found and not os.path.samestat(os.fstat(opened), os.stat(folder)):  # another is in its place by now
+                raise FileNotFoundError(folder)
+            return found
+        finally:
+            os.close(opened)
 
 
 def is_ours(folder: Path) -> bool:
@@ -95,11 +96,9 @@ def is_ours(folder: Path) -> bool:
 def _check_replaceable(final: Path) -> None:
     if os.path.lexists(final) and not is_ours(final):
         raise SpecError(
-            message(
-                f"save cannot write {final}: something that is no checkpoint has this name",
-                got="a folder" if final.is_dir() else "a file",
-                remedy="move it elsewhere, or save with another step or path",
-            )
+            f"save cannot write {final}: something that is no checkpoint has this name",
+            got="a folder" if final.is_dir() else "a file",
+            remedy="move it elsewhere, or save with another step or path",
         )
 
 
@@ -211,16 +210,15 @@ def open_plain(name: str, folder: str | Path | int) -> Any:
     Raises:
         Invalid: it is something else.
     """
-    at = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        number = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
-    finally:
-        if at is not folder:
-            os.close(at)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
+    with uninterrupted():  # Ctrl-C would leave a number to nobody
+        if isinstance(folder, int):
+            number = os.open(name, _PLAIN, dir_fd=folder)
+        else:
+            number = os.open(Path(folder, name), _PLAIN)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return os.fdopen(number, "rb", buffering=0)
         os.close(number)
-        raise Invalid("the file", "something else", "a plain file")
-    return os.fdopen(number, "rb", buffering=0)
+    raise Invalid("the file", "something else", "a plain file")
 
 
 def _temporary(step: int) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data.loader import Loader
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import strides
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh
@@ -196,10 +196,8 @@ def _kind_saved(entry: Entry) -> str:
 
 def _differs(what: str, path: str, saved: Any, wanted: Any) -> SpecError:
     return SpecError(
-        message(
-            f"like has another {what} than the checkpoint for {path}",
-            got=f"{saved} in the checkpoint",
-            expected=wanted,
-            remedy="make the program's state as it was when it was saved, or leave this out of like",
-        )
+        f"like has another {what} than the checkpoint for {path}",
+        got=f"{saved} in the checkpoint",
+        expected=wanted,
+        remedy="make the program's state as it was when it was saved, or leave this out of like",
     )

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.errors import SpmdError, message
+from ..kernels.errors import SpmdError
+from ..mesh.rank.interrupts import uninterrupted
 from . import folder as folders
 from . import schema
 from .manifest import MANIFEST, check_files
@@ -57,12 +58,16 @@ class Opened:
         self.folder = folder
         self._closing = contextlib.ExitStack()
         try:
-            self._at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with uninterrupted():  # Ctrl-C would leave the number to nobody
+                self._at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._closing.callback(os.close, self._at)
         except FileNotFoundError:
-            raise Gone(message(f"there is no checkpoint {folder}", remedy="look at the path given to save")) from None
+            raise Gone(f"there is no checkpoint {folder}", remedy="look at the path given to save") from None
         except OSError as error:
-            raise Damaged(message(f"{folder} cannot be read", got=str(error))) from None
-        self._closing.callback(os.close, self._at)
+            raise Damaged(f"{folder} cannot be read", got=str(error)) from None
+        except BaseException:
+            self.close()
+            raise
         try:
             with self._naming(MANIFEST):
                 self.manifest, self.digest = folders.read_manifest(self._open(MANIFEST))
@@ -75,8 +80,7 @@ class Opened:
             replaced = self._is_replaced()
             self.close()
             if replaced:
-                text = message(f"{folder} was replaced or removed while it was read", remedy="restore again")
-                raise Gone(text) from None
+                raise Gone(f"{folder} was replaced or removed while it was read", remedy="restore again") from None
             raise
         except BaseException:
             self.close()
@@ -118,13 +122,13 @@ class Opened:
             yield
         except Invalid as error:
             field, got, expected = error.args
-            raise Damaged(message(f"{file} is damaged: {field}", got=got, expected=expected)) from None
+            raise Damaged(f"{file} is damaged: {field}", got=got, expected=expected) from None
         except OSError as error:
-            raise Damaged(message(f"{file} cannot be read", got=f"{type(error).__name__}: {error}")) from None
+            raise Damaged(f"{file} cannot be read", got=f"{type(error).__name__}: {error}") from None
 
     def _open(self, name: str) -> Any:
         """Open a file of the folder, without waiting for a pipe, say, of that name."""
-        with self._naming(name):
+        with uninterrupted(), self._naming(name):
             return self._closing.enter_context(folders.open_plain(name, self._at))
 
     def _checked(self, about: Mapping[str, Any]) -> dict[str, Stored]:
@@ -189,10 +193,10 @@ def _open_last(path: Path) -> tuple[Opened, list[str]]:
         except Damaged as error:
             problems.append(str(error))
     if problems:
-        raise Damaged(message(f"{problems[0]}, and no checkpoint in {path} is whole", got="; ".join(problems)))
-    text = message(f"there is no checkpoint in {path}", remedy="look at the path given to save")
+        raise Damaged(f"{problems[0]}, and no checkpoint in {path} is whole", got="; ".join(problems))
     # A writer may have been between its two renames.
-    raise Gone(text) if path.is_dir() and any(path.glob(".step-*")) else SpmdError(text)
+    kind = Gone if path.is_dir() and any(path.glob(".step-*")) else SpmdError
+    raise kind(f"there is no checkpoint in {path}", remedy="look at the path given to save")
 
 
 def _is_one(path: Path) -> bool:
@@ -215,5 +219,5 @@ def _checkpoints(path: Path) -> list[Path]:
                 found.append(folder)
         except FileNotFoundError:
             if not folder.is_symlink():
-                raise Gone(message(f"{folder} was removed while {path} was read", remedy="restore again")) from None
+                raise Gone(f"{folder} was removed while {path} was read", remedy="restore again") from None
     return found

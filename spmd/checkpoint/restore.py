@@ -13,7 +13,6 @@ from typing import Any
 
 from ..kernels.arguments import checked_path
 from ..kernels.callsite import warn
-from ..kernels.errors import message
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, resolve
@@ -108,12 +107,10 @@ def _open_together(path: Path, mesh: Mesh) -> tuple[Opened, list[str]]:
                 return mine, problems
             mine.close()
     raise Damaged(
-        message(
-            "the ranks do not see the same checkpoint",
-            got="; ".join(f"on rank {rank}: {text}" for rank, text in enumerate(wrong) if text),
-            expected=f"{folder} as the first has it",
-            remedy="give all ranks the same file system, and let nobody write there meanwhile",
-        )
+        "the ranks do not see the same checkpoint",
+        got="; ".join(f"on rank {rank}: {text}" for rank, text in enumerate(wrong) if text),
+        expected=f"{folder} as the first has it",
+        remedy="give all ranks the same file system, and let nobody write there meanwhile",
     )
 
 
@@ -134,7 +131,7 @@ def _same(folder: Path, digest: str) -> Opened | Exception:
     if opened.digest == digest:
         return opened
     opened.close()
-    return Damaged(message(f"{folder} is another checkpoint", got=opened.digest[:12], expected=digest[:12]))
+    return Damaged(f"{folder} is another checkpoint", got=opened.digest[:12], expected=digest[:12])
 
 
 def _read(opened: Opened, like: Any, mesh: Mesh | None, onto: Mesh | None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arguments import checked_path, is_whole
-from ..kernels.errors import MeshError, SpecError, SpmdError, message
+from ..kernels.errors import MeshError, SpecError, SpmdError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, nearest
@@ -66,7 +66,7 @@ def save(
     """
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
-        raise MeshError(message("save was called inside a region", remedy=remedy))
+        raise MeshError("save was called inside a region", remedy=remedy)
     path = checked_path("save", path, "the path comes first: save(path, tree)")
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)
@@ -120,15 +120,15 @@ def _begun(
 def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:
     """Why nothing can be saved: bad arguments, or an error in the background that nobody has seen."""
     if keep is not None and (not is_whole(keep) or keep < 1):
-        return SpecError(message("save got a bad keep", got=repr(keep), expected="at least 1, or None"))
+        return SpecError("save got a bad keep", got=repr(keep), expected="at least 1, or None")
     if step is not None and (
         not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < LARGEST
     ):
         expected = "a whole number from 0 to 2**62 - 1, or None"
-        return SpecError(message("save got a bad step", got=repr(step), expected=expected))
+        return SpecError("save got a bad step", got=repr(step), expected=expected)
     if (path / MANIFEST).exists():
         got, remedy = str(path), "pass the directory that it is in, and step= to replace it"
-        return SpecError(message("save got the folder of one checkpoint as the path", got=got, remedy=remedy))
+        return SpecError("save got the folder of one checkpoint as the path", got=got, remedy=remedy)
     try:
         raise_failure(path)
     except Exception as error:

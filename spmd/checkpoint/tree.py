@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..data.loader import Loader
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import containers, trees
 from ..mesh.array import Array
 from ..mesh.put import as_tensor, is_array
@@ -40,9 +40,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     try:
         named = _paths(json.dumps(structure))
     except Invalid as error:
-        raise SpecError(
-            message("save got a tree that it cannot write", got=error.args[1], expected=error.args[2])
-        ) from None
+        raise SpecError("save got a tree that it cannot write", got=error.args[1], expected=error.args[2]) from None
     for (path, key), leaf in zip(named, trees.leaves(tree, is_leaf=is_array), strict=True):
         leaf = as_tensor(leaf)
         entries.append({"key": key, "path": path, **_entry(leaf, path or "the whole")})
@@ -125,9 +123,7 @@ def _check_storable(leaf: Any, path: str) -> None:
 
 
 def _unwritable(path: str, got: str, expected: str, remedy: str = "") -> SpecError:
-    return SpecError(
-        message(f"save got a leaf that it cannot write, {path}", got=got, expected=expected, remedy=remedy)
-    )
+    return SpecError(f"save got a leaf that it cannot write, {path}", got=got, expected=expected, remedy=remedy)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks
     if like is None:
         if _has_classes(structure):
             remedy = "pass like=, a tree of the classes that were saved"
-            raise SpecError(message("restore cannot make this tree alone", remedy=remedy))
+            raise SpecError("restore cannot make this tree alone", remedy=remedy)
         return
     saved = {entry["path"]: entry for entry in entries}
     wanted = _by_path(like)
@@ -156,11 +152,9 @@ def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks
     ]
     if missing:
         raise SpecError(
-            message(
-                "like is of another structure than what was saved",
-                got=f"{missing[:5]} not in the checkpoint",
-                remedy="pass a tree like the one given to save",
-            )
+            "like is of another structure than what was saved",
+            got=f"{missing[:5]} not in the checkpoint",
+            remedy="pass a tree like the one given to save",
         )
     _check_classes(structure, like, "")
     for path, leaf in wanted.items():
@@ -285,9 +279,7 @@ def _one_level(node: Any) -> tuple[list[str], list[Any], Any]:
 def _lacks(structure: Any, path: str) -> SpecError:
     entries = structure.get("at") or [f"[{key!r}]" for key in structure.get("dict", [])]
     return SpecError(
-        message(
-            f"like has no {structure['class']} as was saved, {path or 'the whole'}",
-            got=f"one of {entries[:5]} in the checkpoint",
-            remedy="pass a tree of the classes that were saved",
-        )
+        f"like has no {structure['class']} as was saved, {path or 'the whole'}",
+        got=f"one of {entries[:5]} in the checkpoint",
+        remedy="pass a tree of the classes that were saved",
     )

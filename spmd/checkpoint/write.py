@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError, message
+from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError
 from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
 from ..mesh import protocol, strides
@@ -159,7 +159,7 @@ class Writing:
                 return outcome
             while not store.check([key]):
                 if self._mesh.closed or folders.is_left_over(self._folder.name):
-                    return MeshError(message(f"the first rank was lost before {self._path} was written"))
+                    return MeshError(f"the first rank was lost before {self._path} was written")
                 time.sleep(STORE_SECONDS)
             return _decoded(json.loads(store.get(key)))
         except dist.DistError as error:
@@ -174,19 +174,19 @@ class Writing:
         asked, began = None, time.monotonic()
         while not file.exists():
             if self._mesh is not None and self._mesh.closed:
-                raise MeshError(message(f"the mesh was closed before {self._path} was written"))
+                raise MeshError(f"the mesh was closed before {self._path} was written")
             if self._mesh is not None and self._mesh.is_driver and time.monotonic() > began + ASK_SECONDS:
                 asked = self._ask(rank, asked)
             # A driver's mesh that has replaced lost ranks shows other processes, and is ready for the next call.
             lost = self._processes()[rank : rank + 1] != self._pids[rank : rank + 1]
             if lost or (self._launched and gone(*self._writers[rank])):
                 if not (lost and self._survives):
-                    raise MeshError(message(f"a rank was lost before {self._path} was written"))
+                    raise MeshError(f"a rank was lost before {self._path} was written")
                 if not file.exists():  # it may have reported before it was lost
                     self._write_for(rank)
             if not (_unfinished(file).exists() or file.exists()):  # one of the two is there while the rank writes
                 remedy = "make room on the disk, and let nothing remove files there while a checkpoint is written"
-                raise SpmdError(message(f"{file.parent} could not be written, or was removed meanwhile", remedy=remedy))
+                raise SpmdError(f"{file.parent} could not be written, or was removed meanwhile", remedy=remedy)
             time.sleep(POLL_SECONDS)
         report = json.loads(file.read_text())
         if "error" in report:
@@ -214,7 +214,7 @@ class Writing:
                 raise
             problem = f"rank {rank} was lost before {self._path} was written, and a step was given the values' memory"
             remedy = "go on from the checkpoint before, which is whole, or leave what is saved out of donate="
-            raise MeshError(message(problem, remedy=remedy)) from None
+            raise MeshError(problem, remedy=remedy) from None
         _write_here(rank, self._ranks, self._folder, self._tensors, held)
 
 
@@ -268,7 +268,7 @@ def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str,
         session = require("save").session
         problem = f"the directory of the checkpoint is not there on rank {session.rank}, host {socket.gethostname()}"
         remedy = "save to a path that all hosts see, such as one of a shared file system"
-        raise SpmdError(message(problem, got=str(folder.parent), remedy=remedy))
+        raise SpmdError(problem, got=str(folder.parent), remedy=remedy)
     mine = _mine(require("save").session, folder, tensors)
     _unfinished(_report_of(folder, mine[0])).touch()
     if wait:

@@ -151,6 +151,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
     has_meeting = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
     options.standalone = options.standalone or not has_meeting
+    if options.training_script == "-" and not options.no_python:
+        parser.error("the script cannot come from standard input, of which each rank gets a part: write it to a file")
     return options
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, add_note
 from ..kernels.word_key import word_key
 from ..mesh.readers import process
 from ..transforms import numbered, permutation
@@ -113,8 +113,7 @@ class Shards:
                         return found
                     self._note(shard)
             except Exception as error:
-                if hasattr(error, "add_note"):
-                    error.add_note(f"[reading record {self._read} of {self._shards[shard]!r}]")
+                add_note(error, f"[reading record {self._read} of {self._shards[shard]!r}]")
                 raise
             self._unit, self._read, self._records = self._unit + 1, 0, None
         return found
@@ -229,22 +228,18 @@ class Packed:
             piece = torch.as_tensor(next(self._source), device="cpu")
             if piece.dim() != 1:
                 raise SpecError(
-                    message(
-                        "pack got a sample that is not a sequence",
-                        got=f"shape {tuple(piece.shape)}",
-                        expected="tensors, arrays or lists of one dimension",
-                        remedy="map each sample to its tokens first",
-                    )
+                    "pack got a sample that is not a sequence",
+                    got=f"shape {tuple(piece.shape)}",
+                    expected="tensors, arrays or lists of one dimension",
+                    remedy="map each sample to its tokens first",
                 )
             if len(piece):  # an empty list would be one of floats
                 break
         if self._pieces and piece.dtype != self._pieces[0][0].dtype:
             raise SpecError(
-                message(
-                    "pack got sequences of several dtypes",
-                    got=f"{self._pieces[0][0].dtype} and {piece.dtype}",
-                    remedy="map them to one",
-                )
+                "pack got sequences of several dtypes",
+                got=f"{self._pieces[0][0].dtype} and {piece.dtype}",
+                remedy="map them to one",
             )
         self._pieces.append((piece, before))
         self._held += len(piece)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import check_function
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.put import fetch, number_or_tensor
 from .loader import Loader
@@ -42,7 +42,7 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     check_function("evaluate", step, "evaluate(step, loader, params)")
     if not isinstance(loader, Loader):
         remedy = "write evaluate(step, Loader(data, batch_size=...))"
-        raise SpecError(message("evaluate takes a Loader", got=type(loader).__name__, remedy=remedy))
+        raise SpecError("evaluate takes a Loader", got=type(loader).__name__, remedy=remedy)
     beginning = {"epoch": 0, "step": 0}
     loader.load_state_dict(beginning)
     totals, last = None, None
@@ -51,12 +51,12 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
         last, before = step(*args, batch), last
         if last is None:
             problem = "the step that evaluate was given returns nothing"
-            raise SpecError(message(problem, remedy="return sums and counts, such as psum(hits, 'data')"))
+            raise SpecError(problem, remedy="return sums and counts, such as psum(hits, 'data')")
         totals = _added(totals, before)
     totals = _added(totals, last)
     loader.load_state_dict(beginning)
     if totals is None:
-        raise SpecError(message("evaluate got a loader without batches", got=repr(loader)))
+        raise SpecError("evaluate got a loader without batches", got=repr(loader))
     return totals
 
 
@@ -70,11 +70,9 @@ def _added(totals: Any, result: Any) -> Any:
 def _sum(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if total.shape != value.shape:  # rows of batches that differ in size, perhaps, which would be added by broadcasting
         raise SpecError(
-            message(
-                "evaluate can't add up what a step gives in another shape for each batch",
-                got=f"{list(total.shape)}, then {list(value.shape)}",
-                remedy="return sums and counts, not a value for each sample",
-            )
+            "evaluate can't add up what a step gives in another shape for each batch",
+            got=f"{list(total.shape)}, then {list(value.shape)}",
+            remedy="return sums and counts, not a value for each sample",
         )
     return total + value
 
@@ -82,7 +80,7 @@ def _sum(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _wide(leaf: Any) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor | np.ndarray | np.generic | int | float | complex):
         remedy = "return sums and counts, tensors or numbers"
-        raise SpecError(message("evaluate can't add up what is no number", got=type(leaf).__name__, remedy=remedy))
+        raise SpecError("evaluate can't add up what is no number", got=type(leaf).__name__, remedy=remedy)
     tensor = number_or_tensor(leaf)
     if tensor.is_complex():
         return tensor.to(torch.complex128)

@@ -12,9 +12,10 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..kernels.arguments import check_function, is_number, is_whole, names_checked
+from ..kernels.argument_names import names_checked
+from ..kernels.arguments import check_function, is_number, is_whole
 from ..kernels.callsite import hide_our_frames, warn
-from ..kernels.errors import SpecError, message, no_attribute
+from ..kernels.errors import MeshError, PeerLost, SpecError, no_attribute
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.display import drawing
@@ -71,7 +72,8 @@ class Loader:
 
     Raises:
         SpecError: the dataset's leaves differ in length, or a bad number; when iterating, strings for samples. Whatever
-            the dataset raises on a rank, as its own type, with a note that names the sample.
+            the dataset raises on a rank, as its own type, with a note that names the sample; an iterator goes on behind
+            that batch, as a DataLoader's does.
     """
 
     def __init__(
@@ -92,13 +94,11 @@ class Loader:
     ):
         for name, value in (("prefetch", prefetch), ("workers", workers)):
             if not is_whole(value) or value < 0:
-                raise SpecError(
-                    message(f"Loader got a bad {name}", got=repr(value), expected="a whole number, at least 0")
-                )
+                raise SpecError(f"Loader got a bad {name}", got=repr(value), expected="a whole number, at least 0")
         if not is_number(prefetch_mb) or not 0 <= prefetch_mb < math.inf:
-            raise SpecError(message("Loader got a bad prefetch_mb", got=repr(prefetch_mb), expected="at least 0"))
+            raise SpecError("Loader got a bad prefetch_mb", got=repr(prefetch_mb), expected="at least 0")
         if shards is not None and (not is_whole(shards) or shards < 1):
-            raise SpecError(message("Loader got bad shards", got=repr(shards), expected="at least 1, or None"))
+            raise SpecError("Loader got bad shards", got=repr(shards), expected="at least 1, or None")
         if collate_fn is not None:
             check_function("Loader", collate_fn, "collate_fn=function, which makes a batch of a list of samples")
         self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
@@ -109,7 +109,7 @@ class Loader:
         if isinstance(dataset, Stream):
             if order != "feistel":
                 remedy = "leave it out: a Stream is read forwards, and shuffled by stream.shuffle(window)"
-                raise SpecError(message("Loader got an order for a Stream", got=repr(order), remedy=remedy))
+                raise SpecError("Loader got an order for a Stream", got=repr(order), remedy=remedy)
             self._batches = StreamBatches(dataset, batch_size, shards, **options)
         else:
             self._batches = MapBatches(dataset, batch_size, shards, order=order, **options)
@@ -119,6 +119,7 @@ class Loader:
         self._position: Any = None  # what a Stream's position is besides the number of batches
         self._resume: tuple[int, Any] = (0, None)
         self._loops = 0  # iterators that have begun
+        self._reading = False  # also after an error, if that was in reading a batch
         self._loads = 0  # how often a position was loaded, after which iterators under way go on from it
         self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
         self._left, self._most_left = 0, _LEFT  # how many loops in a row were left early, and of how many to warn
@@ -168,27 +169,38 @@ class Loader:
                 step = step_here(step, state["settings"], self.settings, epoch)
         except (KeyError, TypeError, AttributeError):
             expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
-            raise SpecError(
-                message("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy)
-            ) from None
+            raise SpecError("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy) from None
         return self._batches.checked(epoch, step, state.get("streams"))
 
     def __iter__(self) -> Iterator[Any]:
-        try:
-            mesh = resolve(self._mesh)
-            self._note_left()
-            self._loops += 1
-            last = self._epoch
-            while self._epoch <= last:
-                loads, epoch = self._loads, self._epoch
-                self._yielded, self._position = self._resume
-                self._resume = (0, None)
-                yield from self._of_epoch(mesh, epoch)
-                if self._loads == loads and epoch == last:
-                    return
-        except Exception as error:
-            hide_our_frames(error)
-            raise
+        return _Loop(self)
+
+    def _from_here(self) -> Iterator[Any]:
+        mesh = resolve(self._mesh)
+        self._note_left()
+        self._loops += 1
+        last = self._epoch
+        while self._epoch <= last:
+            loads, epoch = self._loads, self._epoch
+            self._yielded, self._position = self._resume
+            self._resume = (0, None)
+            yield from self._of_epoch(mesh, epoch)
+            if self._loads == loads and epoch == last:
+                return
+
+    def _after(self, kind: type[BaseException]) -> Iterator[Any]:
+        """The batches that follow an error of this kind, for a program that has caught it."""
+        if not self._reading:
+            return iter(())
+        state = self.state_dict()
+        if issubclass(kind, Exception) and not issubclass(kind, MeshError | PeerLost):
+            if isinstance(self._batches, StreamBatches):
+                problem = "a loop over a Stream can't go on after an error, since what follows is not known"
+                remedy = "have the Stream yield another sample instead; or iterate again, to read the same batch again"
+                raise SpecError(problem, got=f"{kind.__name__} at {state}", where=repr(self), remedy=remedy)
+            state["step"] += 1
+        self.load_state_dict(state)
+        return self._from_here() if self._epoch == state["epoch"] else iter(())
 
     def _note_left(self) -> None:
         """Warn if loop after loop is left early: all begin with the same samples, and the rest are never read.
@@ -203,14 +215,12 @@ class Loader:
         self._begun_at, self._most_left = begins_at, most
         if self._left == most and self.settings.get("shuffle", True):
             warn(
-                message(
-                    f"a loop over a Loader begins epoch {self._epoch} again, after {most} left early: all "
-                    "begin with the same batches, and the samples of others never come",
-                    got=f"the last one left after {self._yielded} batch{'es' * (self._yielded > 1)}",
-                    remedy='begin another epoch, loader.load_state_dict({"epoch": epoch, "step": 0}); go on in this '
-                    "one by taking batches of one iterator, batches = iter(loader); or say shuffle=False if they are "
-                    "to be the same",
-                )
+                f"a loop over a Loader begins epoch {self._epoch} again, after {most} left early: all "
+                "begin with the same batches, and the samples of others never come",
+                got=f"the last one left after {self._yielded} batch{'es' * (self._yielded > 1)}",
+                remedy='begin another epoch, loader.load_state_dict({"epoch": epoch, "step": 0}); go on in this '
+                "one by taking batches of one iterator, batches = iter(loader); or say shuffle=False if they are "
+                "to be the same",
             )
 
     def _of_epoch(self, mesh: Mesh, epoch: int) -> Iterator[Any]:
@@ -218,6 +228,7 @@ class Loader:
         loads, loop, parts = self._loads, self._loops, mesh.layout.axes[mesh.layout.batch_axis]
         feed = self._batches.begin(mesh, epoch, self._yielded, self._position)
         while self._loads == loads:
+            self._reading = True
             if not feed.asked:
                 feed.ask(1)
             batch, position = feed.take()
@@ -233,20 +244,21 @@ class Loader:
                         feed.ask(1)
                 elif _REFILL * feed.asked < ahead:
                     feed.ask(ahead - feed.asked)
+            self._reading = False
             self._yielded, self._position = self._yielded + 1, position
             if self._batches.is_last(self._yielded - 1):
                 self._epoch, self._yielded = epoch + 1, 0
             yield batch
             if self._loops != loop:
                 problem = "a loop over a Loader can't go on: another has begun since, and a Loader has one position"
-                raise SpecError(message(problem, got=repr(self), remedy="make a Loader for each of the loops"))
+                raise SpecError(problem, got=repr(self), remedy="make a Loader for each of the loops")
             if self._epoch != epoch:
                 return
 
     def grids(self, epoch: int) -> tuple[list[drawing.Grid], int]:
         """Pictures of which rank takes which sample, and the number of ranks."""
         if isinstance(self._batches, StreamBatches):
-            raise SpecError(message("which samples a Stream has is known only when it is read", got=repr(self.dataset)))
+            raise SpecError("which samples a Stream has is known only when it is read", got=repr(self.dataset))
         return self.sampler.grids(resolve(self._mesh).layout, epoch, self.shards)
 
     def _repr_html_(self) -> str:
@@ -256,6 +268,37 @@ class Loader:
     def __repr__(self) -> str:
         what = self.dataset if isinstance(self.dataset, Stream) else self.sampler
         return f"Loader({what!r}, shards={self.shards})"
+
+
+class _Loop:
+    """Batches, one after another, of a program that may catch errors: a generator would say that the epoch is over.
+
+    After an exception of the dataset's the next batch follows, as from a DataLoader; else the same batch is read again.
+    """
+
+    def __init__(self, loader: Loader):
+        self._loader, self._batches = loader, loader._from_here()
+        self._failed: type[BaseException] | None = None  # no error itself, which would keep the program's frames
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            if self._failed is not None:
+                self._batches = self._loader._after(self._failed)
+                self._failed = None
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            hide_our_frames(error)
+            self._failed = self._failed or type(error)
+            raise
+
+    def close(self) -> None:
+        """End the loop, as of a generator."""
+        self._batches, self._failed = iter(()), None
 
 
 def _nbytes(batch: Any) -> int:

@@ -12,11 +12,12 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ..kernels.arguments import check_value
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
+from ..mesh.array import Array
 from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
-from ..mesh.put import as_tensor
+from ..mesh.put import as_tensor, is_array
 from ..mesh.readers.filled import fill
 from ..transforms import Sampler
 from .feed import Feed, LastSeen, in_words
@@ -41,6 +42,7 @@ class MapBatches:
         ahead: tuple[int, int, int],
         **options: Any,
     ):
+        _refuse_arrays(dataset)
         tree = _tensors(dataset) if collate is None else None
         length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
@@ -64,9 +66,7 @@ class MapBatches:
         """The position that these say; raises if there is no such position."""
         if epoch < 0 or not 0 <= step <= len(self) or streams is not None:
             got = {"epoch": epoch, "step": step, **({} if streams is None else {"streams": streams})}
-            raise SpecError(
-                message("Loader got a bad state", got=got, expected=f"epoch from 0 on, step 0 to {len(self)}")
-            )
+            raise SpecError("Loader got a bad state", got=got, expected=f"epoch from 0 on, step 0 to {len(self)}")
         return (epoch + 1, 0, None) if step and step == len(self) else (epoch, step, None)
 
     def is_last(self, step: int) -> bool:
@@ -89,12 +89,10 @@ class MapBatches:
             length = trees.leaves(self._reader.data)[0].shape[0]
         if length != self.sampler.length:
             raise SpecError(
-                message(
-                    "the dataset of a Loader has changed its length",
-                    got=str(length),
-                    expected=f"{self.sampler.length}, as when the Loader was made",
-                    remedy="make a new Loader",
-                )
+                "the dataset of a Loader has changed its length",
+                got=str(length),
+                expected=f"{self.sampler.length}, as when the Loader was made",
+                remedy="make a new Loader",
             )
         if not mesh.is_driver and self._seen.has_changed(self._reader.data, self._reader.collate):
             self._reader = copy.copy(self._reader)  # without its workers
@@ -131,7 +129,7 @@ def _length(dataset: Any) -> int:
         return len(dataset)
     except TypeError as error:  # a sparse matrix of SciPy, say
         problem, remedy = "Loader got a dataset without a length", "give it a class with __len__ and __getitem__"
-        raise SpecError(message(problem, got=f"{type(dataset).__name__}: {error}", remedy=remedy)) from None
+        raise SpecError(problem, got=f"{type(dataset).__name__}: {error}", remedy=remedy) from None
 
 
 def _instead_of(dataset: Any) -> str:
@@ -149,6 +147,15 @@ def _instead_of(dataset: Any) -> str:
     return ""
 
 
+def _refuse_arrays(dataset: Any) -> None:
+    """Of an Array each rank would have to fetch its rows from the others."""
+    leaves = trees.leaves(dataset, is_leaf=is_array) if isinstance(dataset, Array | dict | tuple) else []
+    found = next((leaf for leaf in leaves if isinstance(leaf, Array)), None)
+    if found is not None:
+        problem = "Loader got a dataset that is on a mesh, and reads what the program has"
+        raise SpecError(problem, got=repr(found), remedy="fetch it, Loader(fetch(dataset), batch_size)")
+
+
 def _is_object(value: Any) -> bool:
     return not isinstance(value, torch.Tensor | np.ndarray | str | bytes | dict | tuple | list)
 
@@ -157,13 +164,11 @@ def _tensors(dataset: Any) -> Any:
     """The dataset as a tree of tensors with one length, or None if it is map-style."""
     if isinstance(dataset, IterableDataset):
         raise SpecError(
-            message(
-                "Loader can't shuffle and deal an IterableDataset",
-                got=type(dataset).__name__,
-                expected="a map-style dataset, with len(d) and d[i]",
-                remedy="Loader(Stream([dataset], iter), batch_size) reads it forwards, on every rank; let files be the "
-                "shards of a Stream for each to read its own (docs/data.md)",
-            )
+            "Loader can't shuffle and deal an IterableDataset",
+            got=type(dataset).__name__,
+            expected="a map-style dataset, with len(d) and d[i]",
+            remedy="Loader(Stream([dataset], iter), batch_size) reads it forwards, on every rank; let files be the "
+            "shards of a Stream for each to read its own (docs/data.md)",
         )
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
@@ -177,12 +182,10 @@ def _tensors(dataset: Any) -> Any:
             if path and not isinstance(leaf, torch.Tensor | np.memmap)
         ]
         raise SpecError(
-            message(
-                "Loader got a dataset that it can't read",
-                got=type(dataset).__name__ + "".join(odd[:1]),
-                expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
-                remedy=_instead_of(dataset),
-            )
+            "Loader got a dataset that it can't read",
+            got=type(dataset).__name__ + "".join(odd[:1]),
+            expected="a dict, tuple or single one of tensors or arrays, or a map-style dataset",
+            remedy=_instead_of(dataset),
         )
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -190,9 +193,7 @@ def _tensors(dataset: Any) -> Any:
     lengths = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
     if None in lengths or len(set(lengths)) > 1:
         listed = ", ".join(f"{path or 'the whole'}: {n}" for path, n in zip(trees.paths(dataset), lengths, strict=True))
-        raise SpecError(
-            message("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
-        )
+        raise SpecError("the leaves of the dataset differ in length", got=listed, remedy="make dimension 0 agree")
     return trees.map(_unread, dataset)
 
 

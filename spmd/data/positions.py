@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 
 # These may differ: the order of the samples stays the same. A Stream compares its count with the state itself.
 _ANY = {"batch_size", "drop_last", "shards", "count"}
@@ -31,11 +31,9 @@ def step_here(step: int, before: Mapping[str, Any], now: Mapping[str, Any], epoc
     again = f'{{"epoch": {epoch + 1}, "step": 0}}'
     if other:
         raise SpecError(
-            message(
-                "a Loader can't go on within an epoch of another one, whose samples come in another order",
-                got=", ".join(f"{name}: {before.get(name)!r}, now {now[name]!r}" for name in other),
-                remedy=f"make it as that was until the epoch ends; or begin the next, load_state_dict({again})",
-            )
+            "a Loader can't go on within an epoch of another one, whose samples come in another order",
+            got=", ".join(f"{name}: {before.get(name)!r}, now {now[name]!r}" for name in other),
+            remedy=f"make it as that was until the epoch ends; or begin the next, load_state_dict({again})",
         )
     if "length" not in now:  # a Stream's positions count samples
         return step
@@ -43,11 +41,9 @@ def step_here(step: int, before: Mapping[str, Any], now: Mapping[str, Any], epoc
     if done % size:
         here = f'{{"epoch": {epoch}, "step": {done // size}}}'
         raise SpecError(
-            message(
-                "a Loader can't go on within one of its batches, where another one of another batch_size stopped",
-                got=f"{done} samples of the epoch read, batch_size={size}",
-                remedy=f"keep batch_size={before['batch_size']} until the epoch ends; or repeat some samples, "
-                f"load_state_dict({here}); or begin the next epoch, load_state_dict({again})",
-            )
+            "a Loader can't go on within one of its batches, where another one of another batch_size stopped",
+            got=f"{done} samples of the epoch read, batch_size={size}",
+            remedy=f"keep batch_size={before['batch_size']} until the epoch ends; or repeat some samples, "
+            f"load_state_dict({here}); or begin the next epoch, load_state_dict({again})",
         )
     return int(done // size)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError, add_note
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
+from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
@@ -31,6 +32,14 @@ from .rows import collated
 ONE_LENGTH = (
     "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
     "longest sample that it has"
+)
+SAME_NUMBERS = (
+    "the dataset of a Loader draws from a generator of its own, of which each rank and each worker has a copy: they "
+    "draw the same numbers, for other samples"
+)
+OWN_NUMBERS = (
+    "draw by torch.rand, np.random.rand, random.random and their like, which give each sample numbers of its own; or "
+    "make the generator for each sample, of its index"
 )
 
 
@@ -57,9 +66,10 @@ class MapReader:
         self._queue: ReadAhead | None = None
         self._columns: tuple[list[Any], Any] | None = None  # of a tree of tensors: its leaves and treedef, once read
         self._empty: Any = None  # a batch as this process last collated it, without its samples
+        self._looked = False  # whether the dataset draws random numbers of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None, "_columns": None, "_empty": None}
+        return {**vars(self), "_queue": None, "_columns": None, "_empty": None, "_looked": False}
 
     def __call__(
         self, session: RankSession, axis: str, epoch: int, step: int
@@ -68,7 +78,7 @@ class MapReader:
         if self._ahead[0]:
             if self._queue is None:
                 # A copy: a reference cycle through this object would keep the processes until a garbage collection.
-                pool = Pool(copy.copy(self).read, self._ahead[0], "reads for the Loader")
+                pool = Pool(copy.copy(self).read, self._ahead[0])
                 self._queue = ReadAhead(pool, *self._ahead[1:])
             (batch,) = self._queue.next((mine, parts, epoch, step), self._following)
         elif self.map_style:
@@ -85,7 +95,16 @@ class MapReader:
             leaves, treedef = self._rows(mine, parts, epoch, step)
             return trees.unflatten(treedef, leaves)
         ids = self.sampler.shard(epoch, step, mine, parts, self.shards)
-        return self._collated(ids, epoch, step, self._groups(len(ids), mine, parts, self._total(step)))
+        groups = self._groups(len(ids), mine, parts, self._total(step))
+        if self._looked or mine or max(parts, self._ahead[0]) == 1:  # one rank is enough to tell
+            return self._collated(ids, epoch, step, groups)
+        self._looked = True
+        kind = type(self.data)
+        roots = [(self.data, kind.__name__), (self.collate, "collate_fn")]
+        generators = OwnGenerators(roots, getattr(kind, "__getitem__", None))
+        batch = self._collated(ids, epoch, step, groups)
+        generators.check(SAME_NUMBERS, OWN_NUMBERS)
+        return batch
 
     def _rows(self, mine: int, parts: int, epoch: int, step: int) -> tuple[list[torch.Tensor], Any]:
         """The part for a tree of tensors, as leaves and treedef."""
@@ -128,10 +147,11 @@ class MapReader:
                 try:
                     made.append(collate(samples))
                 except Exception as error:
-                    if self.collate is None and hasattr(error, "add_note"):
-                        error.add_note(
+                    if self.collate is None:
+                        add_note(
+                            error,
                             f"[collating samples of the Loader's {type(self.data).__name__}: where they differ in "
-                            "size, or have more than numbers, give a collate_fn= that pads, for instance]"
+                            "size, or have more than numbers, give a collate_fn= that pads, for instance]",
                         )
                     raise
                 at += count
@@ -145,8 +165,7 @@ class MapReader:
         try:
             return self.data[index]
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
+            add_note(error, f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
             raise
 
 
@@ -212,7 +231,7 @@ def described(
         only_tensors: refuse leaves that are none.
     """
     if batch is None:
-        raise SpecError(message("a Loader's collate_fn made no batch", got="None", remedy="have it return the batch"))
+        raise SpecError("a Loader's collate_fn made no batch", got="None", remedy="have it return the batch")
     leaves, treedef = trees.flatten(batch)
     metas = []
     for index, leaf in enumerate(leaves):
@@ -224,11 +243,9 @@ def described(
             metas.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
         elif only_tensors:
             raise SpecError(
-                message(
-                    "a Loader's batch is of tensors, and the dataset's samples have something else",
-                    got=f"{type(leaf).__name__} in the batch's {trees.paths(batch)[index]}",
-                    remedy="give a collate_fn that leaves it out or makes numbers of it, an index for instance",
-                )
+                "a Loader's batch is of tensors, and the dataset's samples have something else",
+                got=f"{type(leaf).__name__} in the batch's {trees.paths(batch)[index]}",
+                remedy="give a collate_fn that leaves it out or makes numbers of it, an index for instance",
             )
         else:
             metas.append(OutputMeta(None, value=leaf))
@@ -250,12 +267,10 @@ def joined(shards: list[Any]) -> Any:
             return first
         if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
             raise SpecError(
-                message(
-                    "the virtual shards of a Loader's batch differ in more than dimension 0, and a rank that runs "
-                    "several of them has them in one tensor",
-                    got="; ".join(str(list(leaf.shape)) for leaf in leaves),
-                    remedy=ONE_LENGTH,
-                )
+                "the virtual shards of a Loader's batch differ in more than dimension 0, and a rank that runs "
+                "several of them has them in one tensor",
+                got="; ".join(str(list(leaf.shape)) for leaf in leaves),
+                remedy=ONE_LENGTH,
             )
         return torch.cat(leaves)
 

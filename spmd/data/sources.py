@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError
 from . import tar_files
 from .rows import Columns, Row
 
@@ -88,9 +88,7 @@ class _Rows:
             pyarrow = importlib.import_module("pyarrow")  # not needed for other files
             parquet = importlib.import_module("pyarrow.parquet")
         except ImportError:
-            raise MeshError(
-                message("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow")
-            ) from None
+            raise MeshError("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow") from None
         if path.endswith((".arrow", ".feather")):
             reader = pyarrow.ipc.open_file(pyarrow.memory_map(path))
             self._groups = reader.num_record_batches

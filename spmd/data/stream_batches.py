@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..kernels.errors import SpecError, message
+from ..kernels.arguments import checked_flag, integer
+from ..kernels.errors import SpecError
 from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.readers.filled import fill_streams
@@ -50,18 +51,17 @@ class StreamBatches:
         collate: Callable[[list], Any] | None,
         ahead: tuple[int, int, int],
     ):
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise SpecError(message("Loader got a bad batch_size", got=repr(batch_size), expected="at least 1"))
+        batch_size = integer("Loader", "batch_size", batch_size, 1)
+        seed = integer("Loader", "seed", seed)  # Python's: NumPy's would have other random numbers
         count = math.gcd(batch_size, MOST_STREAMS) if shards is None else shards
         if batch_size % count:
             raise SpecError(
-                message(
-                    "a Stream's batch can't be made of equal parts of its virtual streams",
-                    got=f"batch_size={batch_size}, shards={shards}",
-                    remedy="make batch_size a multiple of shards",
-                )
+                "a Stream's batch can't be made of equal parts of its virtual streams",
+                got=f"batch_size={batch_size}, shards={shards}",
+                remedy="make batch_size a multiple of shards",
             )
         self.stream, self.batch_size, self.count, self.shards = stream, batch_size, count, shards
+        shuffle, drop_last = checked_flag("Loader", "shuffle", shuffle), checked_flag("Loader", "drop_last", drop_last)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self._seen = LastSeen()
         self.source = in_words(self.settings)
@@ -69,11 +69,9 @@ class StreamBatches:
 
     def __len__(self) -> int:
         raise _Unsized(
-            message(
-                "how many batches a Stream has is known only when it has been read",
-                got=repr(self.stream),
-                remedy="count them, or iterate without a length",
-            )
+            "how many batches a Stream has is known only when it has been read",
+            got=repr(self.stream),
+            remedy="count them, or iterate without a length",
         )
 
     @property
@@ -90,11 +88,9 @@ class StreamBatches:
         fits = position is None if step == 0 else isinstance(position, list) and len(position) == self.count
         if epoch < 0 or step < 0 or not fits:
             raise SpecError(
-                message(
-                    "Loader got a bad state",
-                    got={"epoch": epoch, "step": step, "streams": str(streams)[:60]},
-                    expected=f"that of a Loader of this Stream, in {self.count} virtual streams",
-                )
+                "Loader got a bad state",
+                got={"epoch": epoch, "step": step, "streams": str(streams)[:60]},
+                expected=f"that of a Loader of this Stream, in {self.count} virtual streams",
             )
         return epoch, step, position
 
@@ -126,7 +122,7 @@ class _Feed(Feed):
         axis, steps = self._mesh.layout.batch_axis, range(self._next, self._next + count)
         deals = [Deal((self._epoch, step), self._batches.shards, source=self._batches.source) for step in steps]
         requests = [((axis, self._run, *deal.position, self._known), deal) for deal in deals]
-        self._pending += fill_streams(self._mesh, "the Loader's Stream", self._reader, requests, ONE_LENGTH)
+        self._pending += fill_streams(self._mesh, self._reader, requests, ONE_LENGTH)
         self._next += count
 
     def take(self) -> tuple[Any, Any]:

@@ -16,12 +16,13 @@ from typing import Any
 
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
+from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.rank.session import RankSession
 from ..mesh.readers.pool import Pool
 from ..mesh.spec import split_sizes, strided_sizes
 from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
-from .reading import ReadAhead, described, joined, without_samples
+from .reading import OWN_NUMBERS, SAME_NUMBERS, ReadAhead, described, joined, without_samples
 from .rows import collated, seen
 from .streams import Stream
 
@@ -62,13 +63,14 @@ class StreamReader:
         self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
         self._ahead = ahead
-        self._draws = stream.calls_users() or collate is not None  # may draw random numbers
+        self._functions = [*stream.functions(), *(() if collate is None else (collate,))]  # may draw random numbers
+        self._looked = False  # whether they draw any of their own
         self._runs: OrderedDict[int, _Run] = OrderedDict()
         self._queue: ReadAhead | None = None
         self._empty: Any = None  # a batch without its samples, once one was seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None, "_runs": OrderedDict(), "_empty": None}
+        return {**vars(self), "_queue": None, "_runs": OrderedDict(), "_empty": None, "_looked": False}
 
     def __call__(
         self, session: RankSession, axis: str, run: int, epoch: int, step: int, base: Base
@@ -91,7 +93,14 @@ class StreamReader:
     def read(self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> tuple[Counts, list[Any]]:
         """What these streams give to a step's batch, in order: from where they are, or else from `base` on."""
         known = self._runs.get(run)
-        with own_random_numbers(self._draws), one_thread(True):
+        if self._functions and not self._looked and streams and streams[0] == 0 and len(streams) < self.count:
+            self._looked = True
+            roots = [(function, getattr(function, "__name__", "")) for function in self._functions]
+            generators = OwnGenerators(roots, self._functions[0])
+            given = self.read(run, epoch, step, streams, base)
+            generators.check(SAME_NUMBERS, OWN_NUMBERS)
+            return given
+        with own_random_numbers(bool(self._functions)), one_thread(True):
             if known is None or known.step != step or not {*streams} <= {*known.open}:
                 known = self._runs[run] = _Run(step, self._opened(epoch, step, streams, base))
                 while len(self._runs) > _RUNS_KEPT:
@@ -133,7 +142,7 @@ class StreamReader:
     ) -> tuple[Counts, list[Any]]:
         workers = min(self._ahead[0], max(1, len(streams)))
         if self._queue is None:
-            pool = Pool(copy.copy(self).read, workers, "reads for the Loader")
+            pool = Pool(copy.copy(self).read, workers)
             self._queue = ReadAhead(pool, *self._ahead[1:])
         ends = list(itertools.accumulate(split_sizes(len(streams), workers)))
         shares = [streams[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
@@ -152,7 +161,7 @@ class StreamReader:
     def _without_samples(self, epoch: int) -> Any:
         """An empty batch, for a rank that gets no samples: like its last one, or like any stream's first sample."""
         if self._empty is None:
-            with own_random_numbers(self._draws), one_thread(True):
+            with own_random_numbers(bool(self._functions)), one_thread(True):
                 for v in range(self.count):
                     samples = taken(self.stream.open(self._position(epoch, v)), 1)
                     if samples:

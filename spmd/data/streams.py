@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..kernels.arguments import is_number
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from . import cursors, sources
 from .cursors import Position, State
 
@@ -48,11 +48,12 @@ class _Stage:
         source = self.below[0].open(position.below(), None if state is None else state[-1])
         return made(source, *self.arguments, *((state,) if self.kind == "pack" else (position, state)))
 
-    def calls_users(self) -> bool:
-        """Whether functions of the user's are called where it is read."""
-        if self.kind == "shards":
-            return getattr(self.arguments[1], "__module__", None) != sources.__name__
-        return self.kind in ("map", "filter") or any(one.calls_users() for one in self.below)
+    def functions(self) -> list[Any]:
+        """The user's functions that are called where it is read."""
+        own: list[Any] = [self.arguments[0]] if self.kind in ("map", "filter") else []
+        if self.kind == "shards" and getattr(self.arguments[1], "__module__", None) != sources.__name__:
+            own = [self.arguments[1]]
+        return own + [function for one in self.below for function in one.functions()]
 
     def describe(self) -> str:
         """What order and number of samples depend on, in words: equal for pipelines that a position fits."""
@@ -95,11 +96,9 @@ class Stream:
         if not isinstance(shards, list) or not shards or not callable(open):
             got = f"{len(shards)} shards" if isinstance(shards, list) else f"{shards!r} for shards"
             raise SpecError(
-                message(
-                    "Stream got nothing to read",
-                    got=f"{got}, and {open!r} to open them with",
-                    expected="at least one shard, and a function open(shard)",
-                )
+                "Stream got nothing to read",
+                got=f"{got}, and {open!r} to open them with",
+                expected="at least one shard, and a function open(shard)",
             )
         self._stage = _Stage("shards", (shards, open))
 
@@ -151,11 +150,9 @@ class Stream:
         fit = len(weights) == len(streams) > 0 and all(is_number(weight) and weight > 0 for weight in weights)
         if not fit or not all(isinstance(stream, Stream) for stream in streams):
             raise SpecError(
-                message(
-                    "mix got streams and weights that don't fit",
-                    got=f"{streams}, weights {weights}",
-                    expected="as many positive weights as streams, at least one",
-                )
+                "mix got streams and weights that don't fit",
+                got=f"{streams}, weights {weights}",
+                expected="as many positive weights as streams, at least one",
             )
         weights = [float(weight) for weight in weights]
         return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
@@ -190,9 +187,9 @@ class Stream:
         """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
         return self._stage.open(position, state)
 
-    def calls_users(self) -> bool:
-        """Whether functions of the user's are called where it is read, which may draw random numbers."""
-        return self._stage.calls_users()
+    def functions(self) -> list[Any]:
+        """The user's functions that are called where it is read, which may draw random numbers."""
+        return self._stage.functions()
 
     def describe(self) -> str:
         """In words, what a position in it depends on."""
@@ -204,17 +201,17 @@ class Stream:
 
 def _paths(paths: Iterable[Any]) -> list[str]:
     if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
-        raise SpecError(message("a Stream got no list of paths", got=repr(paths), remedy="list the files' paths"))
+        raise SpecError("a Stream got no list of paths", got=repr(paths), remedy="list the files' paths")
     return [str(path) for path in paths]
 
 
 def _callable(caller: str, function: Any) -> Any:
     if not callable(function):
-        raise SpecError(message(f"{caller} got what can't be called", got=repr(function), expected="a function"))
+        raise SpecError(f"{caller} got what can't be called", got=repr(function), expected="a function")
     return function
 
 
 def _positive(caller: str, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(message(f"{caller} got a bad {name}", got=repr(value), expected="a whole number of at least 1"))
+        raise SpecError(f"{caller} got a bad {name}", got=repr(value), expected="a whole number of at least 1")
     return value

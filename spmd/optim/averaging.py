@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._spmd import spmd
 from ..kernels.arguments import is_number
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import current
@@ -49,9 +49,9 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
     """
     if not isinstance(opt, Optimizer):
         remedy = "write ema(optimizer(torch.optim.AdamW, lr=1e-3))"
-        raise SpecError(message("ema takes what optimizer() gave", got=type(opt).__name__, remedy=remedy))
+        raise SpecError("ema takes what optimizer() gave", got=type(opt).__name__, remedy=remedy)
     if not is_number(decay) or not 0 <= decay <= 1:
-        raise SpecError(message("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1"))
+        raise SpecError("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1")
 
     def init(params: Any) -> dict[str, Any]:
         return {**opt.init(params), "ema": _copies(params)}
@@ -60,7 +60,7 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
     def step(params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not isinstance(opt_state, Mapping) or "ema" not in opt_state:
             expected, remedy = "the state of an optimizer in ema(...)", "pass what its init or step returned"
-            raise SpecError(message("opt_state has no 'ema'", expected=expected, remedy=remedy))
+            raise SpecError("opt_state has no 'ema'", expected=expected, remedy=remedy)
         params, new_state = opt.step(params, grads, opt_state)
         before = trees.map(lambda node: node.local if is_sharded(node) else node, opt_state["ema"], is_leaf=is_sharded)
         average = trees.map(lambda old, new: _averaged(old, new, decay), before, params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh.region import current
 from .leaves import layout_of
 
@@ -17,9 +17,7 @@ from .leaves import layout_of
 def check(clip: Any) -> None:
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
         raise SpecError(
-            message(
-                "optimizer got an unexpected argument 'clip'", got=repr(clip), expected="a positive number: the norm"
-            )
+            "optimizer got an unexpected argument 'clip'", got=repr(clip), expected="a positive number: the norm"
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import transforms
 from ..kernels import torch_private
-from ..kernels.errors import SpecError, SpmdError, message
+from ..kernels.errors import SpecError, SpmdError
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
 from .hyper import is_numeric, lent, mentions, refuse_unknown, written
@@ -118,7 +118,7 @@ class Engine:
                 if value.shape != param.shape:
                     problem = f"opt_state has a {name!r} that does not fit its parameter"
                     got, expected = (f"shape {tuple(one.shape)}" for one in (value, param))
-                    raise SpecError(message(problem, got=got, expected=expected))
+                    raise SpecError(problem, got=got, expected=expected)
         if not (
             self._elementwise
             and param.is_cpu
@@ -187,7 +187,7 @@ class Engine:
             problem = f"{self.cls.__name__} finds no {error.args[0]!r} in opt_state, which another optimizer has made"
             had = f"{[*together[0].state]} for each parameter"
             remedy = "restore with the class and options of the run that was saved, or begin with opt.init(params)"
-            raise SpecError(message(problem, got=had, remedy=remedy)) from None
+            raise SpecError(problem, got=had, remedy=remedy) from None
         except RuntimeError as error:
             if not str(error).endswith("consider Adam instead"):  # `SparseAdam`'s, of dense gradients
                 raise
@@ -196,7 +196,7 @@ class Engine:
                 "steps all rows"
             )
             problem = f"{self.cls.__name__} takes sparse gradients, and value_and_grad gives dense ones, of all layers"
-            raise SpecError(message(problem, got=str(error), remedy=remedy)) from None
+            raise SpecError(problem, got=str(error), remedy=remedy) from None
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):
@@ -233,12 +233,10 @@ class Engine:
                 continue
             if any(isinstance(leaf, Tensor) and leaf.ndim for leaf in trees.leaves(value)):
                 raise SpecError(
-                    message(
-                        f"optimizer cannot shard {self.cls.__name__}, whose state has tensors within other values",
-                        got=f"state[{name!r}] of {trees.shown(value)}",
-                        expected="a tensor of the parameter's shape under each name",
-                        remedy="give each of these tensors a name of its own in the state, or leave shard out",
-                    )
+                    f"optimizer cannot shard {self.cls.__name__}, whose state has tensors within other values",
+                    got=f"state[{name!r}] of {trees.shown(value)}",
+                    expected="a tensor of the parameter's shape under each name",
+                    remedy="give each of these tensors a name of its own in the state, or leave shard out",
                 )
 
     def _counted(self, state: State, param: Tensor, fused: bool) -> State:
@@ -254,11 +252,9 @@ class Engine:
         """Keep the instance for the next call (not after an error)."""
         if instance.state:
             raise SpmdError(
-                message(
-                    f"{self.cls.__name__} keeps state that belongs to no parameter",
-                    got=repr([*instance.state][:3]),
-                    remedy="keep it per parameter, or as a number in the defaults of its parameter group",
-                )
+                f"{self.cls.__name__} keeps state that belongs to no parameter",
+                got=repr([*instance.state][:3]),
+                remedy="keep it per parameter, or as a number in the defaults of its parameter group",
             )
         for group in instance.param_groups:
             group["params"] = []
@@ -291,9 +287,7 @@ class Engine:
             return self._light(params, **{**self.options, **more})
         except (ValueError, TypeError, RuntimeError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-            raise SpecError(
-                message(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None)
-            ) from error
+            raise SpecError(f"{self.cls.__name__} refuses its arguments: {error}", got=given or None) from error
 
 
 def update(

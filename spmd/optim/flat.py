@@ -21,6 +21,7 @@ from ..mesh.strides import standard
 
 # Elements. Smaller leaves that don't lie end to end are copied together: torch steps one tensor faster than many.
 SMALL = 1 << 14
+SMALL_ON_GPU = 1 << 22  # copies there take less than the launches that they save
 VECTORS = 128  # bytes: torch's loops take two vectors at a time, and what remains one by one
 
 
@@ -154,7 +155,7 @@ def _together(sizes: tuple[int, ...], columns: Sequence[Sequence[Tensor]], start
             _shown(column[first], end - begin) if lies_so else None
             for column, lies_so in zip(columns, shared, strict=True)
         ]
-        if all(flat is not None for flat in shown) or all(size <= SMALL for size in sizes[some]):
+        if all(flat is not None for flat in shown) or all(size <= _small(columns) for size in sizes[some]):
             pairs = zip(shown, columns, strict=True)
             laid = [joined(sizes[some], column[some]) if flat is None else flat for flat, column in pairs]
             yield Run(begin, [flat[: end - begin] for flat in laid])  # without the last leaf's padding
@@ -174,6 +175,11 @@ def _whole(sizes: tuple[int, ...], column: Sequence[Tensor]) -> Tensor | None:
     return _shown(first, starts[-2] + sizes[-1]) if all(map(Tensor.is_contiguous, column)) else None
 
 
+def _small(columns: Sequence[Sequence[Tensor]]) -> int:
+    """Up to how many elements leaves that don't lie end to end are copied together."""
+    return SMALL if columns[0][0].is_cpu else SMALL_ON_GPU
+
+
 def _grouped(
     sizes: tuple[int, ...], starts: tuple[int, ...], columns: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[int, int, list[bool]]]:
@@ -181,17 +187,18 @@ def _grouped(
     views = [_origins(starts, column) for column in columns]
     keys = list(zip(*views, strict=True))
     groups: list[list[int]] = []
+    few = _small(columns)
     lie_so = small = True  # all leaves of the last group
     for index, size in enumerate(sizes):
         if not size:
             continue
         is_next = bool(groups) and keys[index] == keys[groups[-1][-1]]
-        if groups and ((lie_so and is_next) or (small and size <= SMALL)):
+        if groups and ((lie_so and is_next) or (small and size <= few)):
             groups[-1].append(index)
-            lie_so, small = lie_so and is_next, small and size <= SMALL
+            lie_so, small = lie_so and is_next, small and size <= few
         else:
             groups.append([index])
-            lie_so, small = True, size <= SMALL
+            lie_so, small = True, size <= few
     for group in groups:
         yield group[0], group[-1], [len({own[index] for index in group}) == 1 for own in views]
 

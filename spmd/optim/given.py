@@ -7,7 +7,6 @@ each kind of step. Invariant: steps of one kind are checked alike and divided al
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -16,7 +15,7 @@ import optree
 from torch import Tensor
 
 from .. import transforms
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import current
@@ -155,7 +154,7 @@ def settle(
         numbers = grouping.numbers_of(groups, trees.unflatten(treedef, leaves))
         checked = [
             _checked(path, leaf, grad, group)
-            for path, leaf, grad, group in zip(paths(treedef), leaves, found, numbers, strict=True)
+            for path, leaf, grad, group in zip(trees.places(treedef), leaves, found, numbers, strict=True)
         ]
         given = [leaf for leaf in checked if leaf is not None]
         parts = divide(shard, given, state)
@@ -192,18 +191,16 @@ def _refuse_arrays(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[An
     """Refuse Arrays, which live on the ranks, among parameters, gradients and state."""
     if not any(isinstance(value, Array) for value in (*leaves, *grads, *trees.leaves(state))):
         return
-    named = [(f"params{path}", leaf) for path, leaf in zip(paths(treedef), leaves, strict=True)]
-    named += [(f"grads{path}", grad) for path, grad in zip(paths(treedef), grads, strict=True)]
+    named = [(f"params{path}", leaf) for path, leaf in zip(trees.places(treedef), leaves, strict=True)]
+    named += [(f"grads{path}", grad) for path, grad in zip(trees.places(treedef), grads, strict=True)]
     named += zip((f"opt_state['state']{path}" for path in trees.paths(state)), trees.leaves(state), strict=True)
     for name, value in named:
         if isinstance(value, Array):
             raise SpecError(
-                message(
-                    "opt.step works on a rank's tensors",
-                    got=f"an Array, {name}",
-                    remedy="step in an @spmd function, with params, grads and opt_state as its arguments; or fetch() "
-                    "all three, and step with plain tensors",
-                )
+                "opt.step works on a rank's tensors",
+                got=f"an Array, {name}",
+                remedy="step in an @spmd function, with params, grads and opt_state as its arguments; or fetch() "
+                "all three, and step with plain tensors",
             )
 
 
@@ -219,17 +216,12 @@ def is_trainable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not is_frozen(leaf) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-@functools.lru_cache(maxsize=64)
-def paths(treedef: optree.PyTreeSpec) -> list[str]:
-    return [accessor.codify("") for accessor in treedef.accessors()]
-
-
 def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
     """The gradients, in the order of the parameters."""
     try:
         return treedef.flatten_up_to(grads)
     except (ValueError, TypeError) as error:
-        expected, got = paths(treedef), trees.paths(grads)
+        expected, got = trees.places(treedef), trees.paths(grads)
         missing = next((path for path in expected if path not in got), None)
         extra = next((path for path in got if path not in expected), None)
         problem = (
@@ -240,12 +232,10 @@ def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
             else str(error)
         )
         raise SpecError(
-            message(
-                f"grads has another structure than params: {problem}",
-                got=f"{len(got)} leaves",
-                expected=f"{len(expected)} leaves",
-                remedy="pass what value_and_grad gave for these parameters",
-            )
+            f"grads has another structure than params: {problem}",
+            got=f"{len(got)} leaves",
+            expected=f"{len(expected)} leaves",
+            remedy="pass what value_and_grad gave for these parameters",
         ) from None
 
 
@@ -254,7 +244,7 @@ def _check_grad(path: str, param: Tensor, grad: Any) -> None:
         return
     if not isinstance(grad, Tensor):
         expected = "a tensor like its parameter, or None"
-        raise SpecError(message(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected))
+        raise SpecError(f"grads{path} is no tensor", got=type(grad).__name__, expected=expected)
     if grad.shape != param.shape or grad.dtype != param.dtype or grad.device != param.device:
         got, expected = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (grad, param))
-        raise SpecError(message(f"grads{path} does not fit its parameter", got=got, expected=expected))
+        raise SpecError(f"grads{path} does not fit its parameter", got=got, expected=expected)

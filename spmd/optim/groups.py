@@ -11,7 +11,7 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import trees
 
 Groups = Sequence[Mapping[str, Any]]
@@ -24,12 +24,10 @@ def check(groups: Any) -> list[tuple[Any, dict[str, Any]]]:
     if isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups):
         return [(one["params"], {name: value for name, value in one.items() if name != "params"}) for one in groups]
     raise SpecError(
-        message(
-            "optimizer got an unexpected argument 'groups'",
-            got=repr(groups),
-            expected='a list of dictionaries, each with "params" and the options of these parameters',
-            remedy=f"write {FORM}",
-        )
+        "optimizer got an unexpected argument 'groups'",
+        got=repr(groups),
+        expected='a list of dictionaries, each with "params" and the options of these parameters',
+        remedy=f"write {FORM}",
     )
 
 
@@ -59,14 +57,14 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
     if isinstance(which, list | tuple | set | frozenset) and all(isinstance(name, str) for name in which):
         if unknown := sorted({*which} - {*names}):
             problem = f"groups[{number - 1}] names {unknown[0]!r}, which is no parameter"
-            raise SpecError(message(problem, got=sorted(which)[:5], expected=f"some of {names[:5]}"))
+            raise SpecError(problem, got=sorted(which)[:5], expected=f"some of {names[:5]}")
         return [name in which for name in names]
     try:
         return [bool(one) for one in trees.broadcast_to(which, treedef)]
     except ValueError:
         problem = f'"params" of groups[{number - 1}] does not fit the parameters'
         expected = "a function of a name and a tensor, a list of names, or a tree of booleans, a prefix of theirs"
-        raise SpecError(message(problem, got=trees.shown(which), expected=expected)) from None
+        raise SpecError(problem, got=trees.shown(which), expected=expected) from None
 
 
 def refuse_module(what: str, params: Any) -> None:
@@ -74,11 +72,9 @@ def refuse_module(what: str, params: Any) -> None:
     is_state = isinstance(params, Mapping) and {"state", "hyper"} <= params.keys()
     if isinstance(params, nn.Module | Iterator) or is_state:
         raise SpecError(
-            message(
-                f"{what} takes the tree of parameters",
-                got="an optimizer's state" if is_state else f"a {type(params).__name__}",
-                remedy="apply, params = functional(model), and opt.init(params)",
-            )
+            f"{what} takes the tree of parameters",
+            got="an optimizer's state" if is_state else f"a {type(params).__name__}",
+            remedy="apply, params = functional(model), and opt.init(params)",
         )
 
 
@@ -90,9 +86,7 @@ def check_params(params: Any, options: Sequence[str]) -> None:
         named = next((name for one in params for name in one if name != "params" and name in options), None)
         if named is not None:
             raise SpecError(
-                message(
-                    "opt.init takes the tree of parameters, and their groups are given to optimizer",
-                    got=f'a list of dictionaries with "params" and {named!r}',
-                    remedy=f"write optimizer(..., {FORM}), and opt.init(params)",
-                )
+                "opt.init takes the tree of parameters, and their groups are given to optimizer",
+                got=f'a list of dictionaries with "params" and {named!r}',
+                remedy=f"write optimizer(..., {FORM}), and opt.init(params)",
             )

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels.errors import SpecError, SpmdError, message
+from ..kernels.errors import SpecError, SpmdError
 
 
 def is_numeric(value: Any) -> bool:
@@ -39,7 +39,7 @@ def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, 
             return value.item()
         if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not is_numeric(value)):
             problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
-            raise SpecError(message(problem, got=repr(value), expected=f"something like {default!r}"))
+            raise SpecError(problem, got=repr(value), expected=f"something like {default!r}")
         return value
 
     return {name: lend(name, options[name], value) for name, value in hyper.items()}
@@ -48,7 +48,7 @@ def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, 
 def refuse_unknown(name: str, expected: frozenset[str]) -> NoReturn:
     problem = f"opt_state['hyper'] {'misses' if name in expected else 'has an unknown'} {name!r}"
     expected_names = f"the names {sorted(expected)}"
-    raise SpecError(message(problem, expected=expected_names, remedy="pass what opt.init returned"))
+    raise SpecError(problem, expected=expected_names, remedy="pass what opt.init returned")
 
 
 def written(
@@ -67,11 +67,9 @@ def written(
     for name, value in found.items():
         if not (value is None or isinstance(value, bool | str) or is_numeric(value)):
             raise SpmdError(
-                message(
-                    f"{cls.__name__} keeps something in its parameter group that is no number",
-                    got=f"{name!r}, of type {type(value).__name__}",
-                    remedy="keep it per parameter, or as a number in the group",
-                )
+                f"{cls.__name__} keeps something in its parameter group that is no number",
+                got=f"{name!r}, of type {type(value).__name__}",
+                remedy="keep it per parameter, or as a number in the group",
             )
     return found
 

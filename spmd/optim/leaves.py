@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
 
@@ -83,13 +83,11 @@ def refuse_cut(cls: type, reason: str, params: Iterable[tuple[str, Tensor]]) -> 
         spec = layout_of(param)
         if any(sizes[name] > 1 for name in spec.axes):
             raise SpecError(
-                message(
-                    f"{cls.__name__} {reason}, and each rank has only a part of params{path}",
-                    got=f"{list(param.shape)} of {spec}",
-                    where=region.session.where(),
-                    remedy="all_gather the parameter and its gradient first, or take an optimizer that treats every "
-                    "element alike, such as AdamW",
-                )
+                f"{cls.__name__} {reason}, and each rank has only a part of params{path}",
+                got=f"{list(param.shape)} of {spec}",
+                where=region.session.where(),
+                remedy="all_gather the parameter and its gradient first, or take an optimizer that treats every "
+                "element alike, such as AdamW",
             )
 
 
@@ -105,7 +103,7 @@ def refuse_leaf(cls: str, make: Callable[[list[Tensor]], Any], leaves: Sequence[
         except (ValueError, TypeError, RuntimeError) as error:
             problem = f"{cls} does not take params{leaf.path}: {error}"
             remedy = "step the parameters that it takes, in a dict of their own, and the others by another optimizer"
-            raise SpecError(message(problem, got=f"{list(leaf.param.shape)}", remedy=remedy)) from error
+            raise SpecError(problem, got=f"{list(leaf.param.shape)}", remedy=remedy) from error
 
 
 def refuse_torchs(leaves: Sequence[Leaf], state: Mapping[Any, State]) -> None:
@@ -116,4 +114,4 @@ def refuse_torchs(leaves: Sequence[Leaf], state: Mapping[Any, State]) -> None:
         if not isinstance(key, str) or key in names:
             problem = "opt_state has something else than paths of parameters"
             got, expected = f"opt_state['state'][{key!r}]", f"some of {sorted(paths)[:5]}"
-            raise SpecError(message(problem, got=got, expected=expected, remedy=FROM_TORCH))
+            raise SpecError(problem, got=got, expected=expected, remedy=FROM_TORCH)

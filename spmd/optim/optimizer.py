@@ -19,14 +19,14 @@ from .._spmd import spmd
 from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import SpecError, SpmdError, message, no_attribute
+from ..kernels.errors import SpecError, SpmdError, no_attribute
 from ..mesh import donation, trees
 from ..mesh.array import Array
 from ..mesh.region import Update, current, noted_updates
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
-from .given import Kinds, is_trainable, paths, settle
+from .given import Kinds, is_trainable, settle
 from .groups import Groups
 from .leaves import FROM_TORCH, Leaf, refuse_cut
 from .schedule import Schedule
@@ -180,7 +180,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     groups = grouping.numbers_of(recipe.groups, trees.unflatten(treedef, leaves))
     given = [
         Leaf(path, leaf, None, group)
-        for path, leaf, group in zip(paths(treedef), leaves, groups, strict=True)
+        for path, leaf, group in zip(trees.places(treedef), leaves, groups, strict=True)
         if is_trainable(leaf)
     ]
     with torch.set_grad_enabled(False):
@@ -209,7 +209,7 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     count = count.cpu() if isinstance(count, torch.Tensor) else count
     step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
     if recipe.mixing is not None:
-        named = paths(treedef)
+        named = trees.places(treedef)
         refuse_cut(recipe.engines[0].cls, recipe.mixing, ((named[i], leaves[i]) for i in step.known.indexes))
     donation.spare_repeated(step.params)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
@@ -270,13 +270,11 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
         more |= {"count": "..."} if recipe.schedule is not None else {}
         form = ", ".join(f"{name!r}: {form}" for name, form in {"state": "...", "hyper": "...", **more}.items())
         raise SpecError(
-            message(
-                "opt_state has an unexpected form",
-                got=repr([*opt_state]) if isinstance(opt_state, Mapping) else type(opt_state).__name__,
-                expected=f"{{{form}}}",
-                remedy="pass what opt.init or opt.step returned"
-                + (f"; {FROM_TORCH}" if isinstance(opt_state, Mapping) and "param_groups" in opt_state else ""),
-            )
+            "opt_state has an unexpected form",
+            got=repr([*opt_state]) if isinstance(opt_state, Mapping) else type(opt_state).__name__,
+            expected=f"{{{form}}}",
+            remedy="pass what opt.init or opt.step returned"
+            + (f"; {FROM_TORCH}" if isinstance(opt_state, Mapping) and "param_groups" in opt_state else ""),
         )
     return state, [hyper, *({**hyper, **one} for one in own)], count
 
@@ -288,7 +286,7 @@ def _refuse_unread(opt_state: Mapping[str, Any], hyper: Any) -> None:
         known = isinstance(hyper, Mapping) and name in hyper
         remedy = f'write opt_state["hyper"][{name!r}] = ...' if known else "pass what opt.init or opt.step returned"
         problem = f"opt_state has an entry {name!r}, which no step reads"
-        raise SpecError(message(problem, expected=f"some of {[*_READ]}", remedy=remedy))
+        raise SpecError(problem, expected=f"some of {[*_READ]}", remedy=remedy)
 
 
 _READ = ("state", "hyper", "groups", "count", "ema")
@@ -297,23 +295,19 @@ _READ = ("state", "hyper", "groups", "count", "ema")
 def _check_class(cls: Any) -> None:
     if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
         raise SpecError(
-            message(
-                "optimizer got an unexpected argument 'cls'",
-                got=repr(cls),
-                expected="a subclass of torch.optim.Optimizer",
-                remedy="pass the class and its keywords, as in optimizer(torch.optim.AdamW, lr=1e-3)",
-            )
+            "optimizer got an unexpected argument 'cls'",
+            got=repr(cls),
+            expected="a subclass of torch.optim.Optimizer",
+            remedy="pass the class and its keywords, as in optimizer(torch.optim.AdamW, lr=1e-3)",
         )
 
 
 def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> None:
     if any(argument.default is argument.empty for argument in _arguments(cls.step).values()):
         raise SpmdError(
-            message(
-                f"{cls.__name__} evaluates a closure in its step, which a pure step(params, grads, state) has not",
-                remedy="take an optimizer that needs one gradient a step, such as AdamW, or call torch's own in the "
-                "program, with a closure that calls a step for the loss and its gradients (docs/how_to.md)",
-            )
+            f"{cls.__name__} evaluates a closure in its step, which a pure step(params, grads, state) has not",
+            remedy="take an optimizer that needs one gradient a step, such as AdamW, or call torch's own in the "
+            "program, with a closure that calls a step for the loss and its gradients (docs/how_to.md)",
         )
     accepted = _arguments(cls.__init__)
     accepted.pop("params", None)
@@ -322,7 +316,7 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
     missing = next((name for name, a in accepted.items() if a.default is a.empty and name not in hyper), None)
     if unknown or missing:
         problem = f"does not take {unknown!r}" if unknown else f"needs a value for {missing!r}"
-        raise SpecError(message(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}"))
+        raise SpecError(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}")
 
 
 def _arguments(method: Callable) -> dict[str, inspect.Parameter]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms
-from ..kernels.errors import MeshError, SpecError, message
+from ..kernels.errors import MeshError, SpecError
 from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
@@ -39,16 +39,12 @@ def check(cls: type[torch.optim.Optimizer], shard: Any) -> None:
     """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
     if reason := _refusal(cls):
         raise SpecError(
-            message(
-                f"optimizer cannot shard {cls.__name__}, which {reason}",
-                got=f"shard={shard!r}",
-                remedy="leave shard out, or take an optimizer that treats every element alike, such as AdamW",
-            )
+            f"optimizer cannot shard {cls.__name__}, which {reason}",
+            got=f"shard={shard!r}",
+            remedy="leave shard out, or take an optimizer that treats every element alike, such as AdamW",
         )
     if not isinstance(shard, str) and not (isinstance(shard, tuple) and all(isinstance(name, str) for name in shard)):
-        raise SpecError(
-            message("optimizer got an unexpected argument 'shard'", got=repr(shard), expected="a mesh axis")
-        )
+        raise SpecError("optimizer got an unexpected argument 'shard'", got=repr(shard), expected="a mesh axis")
 
 
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
@@ -148,8 +144,9 @@ class _Division:
                     device = leaves[index].param.device
                     together.setdefault((kind, ranks[index], owners.get(index), device), []).append(index)
         remain = {key for (_, _, key, _), members in together.items() if key and members == self._members(key)}
-        for key in {*owners.values()} - remain:
-            self._dissolve(key)
+        for key in dict.fromkeys(owners.values()):  # in one order on all ranks, since it gathers
+            if key not in remain:
+                self._dissolve(key)
         self.slices = tuple(
             self._slice(kind, some, along)
             for (kind, along, key, _), members in together.items()
@@ -251,12 +248,10 @@ class _Division:
                     whose = f"parameters of {dtype}, and these are of {' and '.join(dtypes)}"
                     remedy = f"keep them in {dtype}, and cast in the loss; or begin anew with opt.init(params)"
             raise SpecError(
-                message(
-                    f"opt_state holds state of {whose}",
-                    got=f"opt_state['state'][{key!r}]",
-                    expected=f"some of {sorted(known)[:5]}",
-                    remedy=remedy,
-                )
+                f"opt_state holds state of {whose}",
+                got=f"opt_state['state'][{key!r}]",
+                expected=f"some of {sorted(known)[:5]}",
+                remedy=remedy,
             )
 
 

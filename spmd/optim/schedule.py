@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from ..kernels.callsite import warn
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 
 _FORMS = (
     "a number, a function of the step's number that gives one, a class of torch.optim.lr_scheduler, or a function of "
@@ -42,17 +42,13 @@ class Schedule:
         elif callable(given):
             self._choose(given)
         else:
-            raise SpecError(
-                message("optimizer got an unexpected argument 'schedule'", got=repr(given), expected=_FORMS)
-            )
+            raise SpecError("optimizer got an unexpected argument 'schedule'", got=repr(given), expected=_FORMS)
         if self._function is not None and any("lr" in names for names in own[1:]):
             raise SpecError(
-                message(
-                    "a group has a learning rate of its own, which a schedule= that gives one for all does not know",
-                    got=f"schedule={given!r}",
-                    remedy="take a scheduler that scales what each group starts with, such as "
-                    "schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)",
-                )
+                "a group has a learning rate of its own, which a schedule= that gives one for all does not know",
+                got=f"schedule={given!r}",
+                remedy="take a scheduler that scales what each group starts with, such as "
+                "schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)",
             )
 
     def __reduce__(self) -> Any:
@@ -66,8 +62,7 @@ class Schedule:
             remedy = (
                 "leave out lr=; or, for a factor, schedule=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, factor)"
             )
-            told = message(problem, got=f"lr={rate!r}, and {first!r} for step 0", remedy=remedy)
-            warn(told)
+            warn(problem, got=f"lr={rate!r}, and {first!r} for step 0", remedy=remedy)
 
     def at(self, step: int, hypers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The hyper-parameters for a step, counted from 0; those that are not scheduled as in `hypers`."""
@@ -95,11 +90,9 @@ class Schedule:
             raise
         except Exception as error:
             raise SpecError(
-                message(
-                    f"schedule= takes neither a step nor an optimizer: {type(error).__name__}: {error}",
-                    got=repr(given) + (f", which gave {errors[0]!r} for step 0" if errors else ""),
-                    expected=_FORMS,
-                )
+                f"schedule= takes neither a step nor an optimizer: {type(error).__name__}: {error}",
+                got=repr(given) + (f", which gave {errors[0]!r} for step 0" if errors else ""),
+                expected=_FORMS,
             ) from error
 
 
@@ -111,14 +104,12 @@ class _Played:
         self._scheduler = factory(self._optimizer)
         if isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau):
             raise SpecError(
-                message(
-                    "ReduceLROnPlateau looks at a metric, and a schedule= at the number of the step alone",
-                    remedy='set opt_state["hyper"]["lr"] between steps, where the metric is known',
-                )
+                "ReduceLROnPlateau looks at a metric, and a schedule= at the number of the step alone",
+                remedy='set opt_state["hyper"]["lr"] between steps, where the metric is known',
             )
         if not isinstance(self._scheduler, lr_scheduler.LRScheduler):
             got = type(self._scheduler).__name__
-            raise SpecError(message("schedule= made no scheduler of an optimizer", got=got, expected=_FORMS))
+            raise SpecError("schedule= made no scheduler of an optimizer", got=got, expected=_FORMS)
         self._starts = starts
         self._steps = [self._now()]
 
@@ -141,7 +132,9 @@ class _Groups(torch.optim.Optimizer):
     """Parameter groups and nothing to step."""
 
     def __init__(self, starts: Sequence[Mapping[str, Any]]):
-        super().__init__([{"params": [_parameter()], **start} for start in starts], dict(starts[0]))
+        # Schedulers write to a rate that is a tensor, and this one is the user's.
+        own = [{name: _copied(value) for name, value in start.items()} for start in starts]
+        super().__init__([{"params": [_parameter()], **start} for start in own], dict(own[0]))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the schedulers count these calls."""
@@ -154,6 +147,10 @@ def _parameter() -> Tensor:
     return parameter
 
 
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
@@ -161,4 +158,4 @@ def _plain(value: Any) -> Any:
 def _checked(rate: Any, step: int, given: Any) -> Any:
     if isinstance(rate, numbers.Real | Tensor) and not isinstance(rate, bool):
         return rate
-    raise SpecError(message(f"schedule= gave no number for step {step}", got=repr(rate), expected=_FORMS))
+    raise SpecError(f"schedule= gave no number for step {step}", got=repr(rate), expected=_FORMS)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import transforms
 from ..kernels.bucket import ALIGNED
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh import donation
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
@@ -181,13 +181,11 @@ class Slice:
             if isinstance(value, Tensor) and value.ndim and value.shape != (self.length,):
                 if value.ndim != 1 or value.numel() < self.numel:
                     raise SpecError(
-                        message(
-                            f"opt_state['state'][{self.key!r}][{name!r}] does not fit the parameters",
-                            got=f"shape {tuple(value.shape)}",
-                            expected=f"({self.length},), this rank's slice, or ({self.numel},) or more, the whole",
-                            remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a "
-                            "while stays trainable, with gradients of None (docs/how_to.md)",
-                        )
+                        f"opt_state['state'][{self.key!r}][{name!r}] does not fit the parameters",
+                        got=f"shape {tuple(value.shape)}",
+                        expected=f"({self.length},), this rank's slice, or ({self.numel},) or more, the whole",
+                        remedy="pass what opt.init or opt.step returned for these parameters; what is frozen for a "
+                        "while stays trainable, with gradients of None (docs/how_to.md)",
                     )
                 value = self.cut_out(value)
             local[name] = value
@@ -211,12 +209,10 @@ class Slice:
             return
         if value.shape != (self.length,) or getattr(value, "_spmd_spec", self.spec) != self.spec:
             raise SpecError(
-                message(
-                    f"opt_state['state'][{self.key!r}][{name!r}] is not cut as the parameters are",
-                    got=f"shape {tuple(value.shape)}, cut by {getattr(value, '_spmd_spec', None)}",
-                    expected=f"({self.length},), cut by {self.spec}",
-                    remedy="go on with it on a mesh with the sizes of these axes that it was made on",
-                )
+                f"opt_state['state'][{self.key!r}][{name!r}] is not cut as the parameters are",
+                got=f"shape {tuple(value.shape)}, cut by {getattr(value, '_spmd_spec', None)}",
+                expected=f"({self.length},), cut by {self.spec}",
+                remedy="go on with it on a mesh with the sizes of these axes that it was made on",
             )
 
     def declare(self, own: State) -> State:
@@ -230,10 +226,10 @@ def fetched(cut: frozenset[str], value: Any) -> Tensor:
     return transforms.all_gather(local, names, tiled=True) if current() is not None and names else local
 
 
-def _axes_of(value: Any) -> frozenset[str]:
-    """The axes over which a value is cut."""
+def _axes_of(value: Any) -> tuple[str, ...]:
+    """The axes over which a value is cut, in the order in which its parts lie."""
     spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
-    return frozenset() if spec is None else spec.axes
+    return () if spec is None else spec.dim_axes(0)
 
 
 def _like(piece: Tensor, param: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..kernels.reduction import OPS
 from ..transforms._tokens import in_gradient
 from .registration import DEVICES
@@ -23,16 +23,12 @@ def listed(tensors: Any) -> list[torch.Tensor]:
 
 def one(tensors: list[torch.Tensor], what: str) -> torch.Tensor:
     if len(tensors) != 1:
-        raise SpecError(
-            message(f"{what} got several tensors", got=len(tensors), expected="one", remedy="call it for each")
-        )
+        raise SpecError(f"{what} got several tensors", got=len(tensors), expected="one", remedy="call it for each")
     if what in _WRITES and in_gradient() and torch.is_grad_enabled() and tensors[0].requires_grad:
         raise SpecError(
-            message(
-                f"torch.distributed's {what} writes to a tensor that a gradient goes through, and has no derivative",
-                remedy="use psum, pbroadcast or another collective of this library, which have one; "
-                "or give it tensor.detach(), if that is to be a constant",
-            )
+            f"torch.distributed's {what} writes to a tensor that a gradient goes through, and has no derivative",
+            remedy="use psum, pbroadcast or another collective of this library, which have one; "
+            "or give it tensor.detach(), if that is to be a constant",
         )
     return tensors[0]
 
@@ -60,12 +56,10 @@ def reduction(opts: Any) -> str:
     found = _OPS.get(opts.reduceOp.op)
     if found is None:
         raise SpecError(
-            message(
-                "this backend does not know the reduction",
-                got=str(opts.reduceOp.op),
-                expected=f"one of {sorted(_OPS.values())}",
-                remedy="scale the tensor and sum",
-            )
+            "this backend does not know the reduction",
+            got=str(opts.reduceOp.op),
+            expected=f"one of {sorted(_OPS.values())}",
+            remedy="scale the tensor and sum",
         )
     return found
 
@@ -73,14 +67,22 @@ def reduction(opts: Any) -> str:
 def check_device(kind: str) -> None:
     if kind not in DEVICES:
         problem, remedy = "this backend has no collectives for such tensors", "move them to one of these"
-        raise SpecError(message(problem, got=f"a tensor on {kind}", expected=f"one on {DEVICES}", remedy=remedy))
+        raise SpecError(problem, got=f"a tensor on {kind}", expected=f"one on {DEVICES}", remedy=remedy)
 
 
-def check_same(what: str, tensor: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    for piece in pieces:
-        if piece.dtype != tensor.dtype:
+def check_own(what: str, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    """Refuse a rank whose part for itself does not fit where it belongs, before the others wait for it.
+
+    Flat tensors take any shape of their size, as on NCCL. Lists of another length are refused later.
+    """
+    for own, place in zip(sent[rank : rank + 1], received[rank : rank + 1], strict=False):
+        same = [size for size in own.shape if size != 1] == [size for size in place.shape if size != 1]
+        if own.numel() != place.numel() or (not same and own.numel() and min(own.dim(), place.dim()) > 1):
             raise SpecError(
-                message(f"{what} got tensors of several dtypes", got=piece.dtype, expected=tensor.dtype, remedy="cast")
+                f"{what} got another shape for this rank's own part than for the place where it belongs",
+                got=f"{list(own.shape)} for {list(place.shape)}",
+                where=f"rank {rank}",
+                remedy="give both one shape",
             )
 
 
@@ -88,38 +90,49 @@ def parts(whole: torch.Tensor, size: int, numel: int, what: str) -> list[torch.T
     """The parts of a tensor that belong to the ranks, end to end."""
     if whole.numel() != size * numel:
         raise SpecError(
-            message(
-                f"{what} got a tensor that is not {size} times as large as that of one rank",
-                got=f"{whole.numel()} and {numel} elements",
-                expected=f"{size * numel}",
-                remedy="give one whose first dimension has the ranks' parts end to end",
-            )
+            f"{what} got a tensor that is not {size} times as large as that of one rank",
+            got=f"{whole.numel()} and {numel} elements",
+            expected=f"{size * numel}",
+            remedy="give one whose first dimension has the ranks' parts end to end",
         )
     if numel == 0:
         return [whole.reshape(-1)] * size
     if whole.is_contiguous():
         return list(whole.detach().view(-1).split(numel))
+    if whole.shape[0] % size:
+        raise SpecError(
+            f"{what} got a tensor that is not contiguous, and whose rows are no multiple of the ranks",
+            got=f"shape {list(whole.shape)}, strides {whole.stride()}",
+            remedy="use tensor.contiguous()",
+        )
     return list(whole.detach().chunk(size))
 
 
-def split(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
+def _split(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
     if sizes:
         if len(sizes) != size or sum(sizes) != tensor.shape[0]:
             raise SpecError(
-                message(
-                    f"all_to_all_single got {what} sizes that do not fit",
-                    got=list(sizes),
-                    expected=f"{size} that sum up to {tensor.shape[0]}",
-                    remedy="give one for each rank",
-                )
+                f"all_to_all_single got {what} sizes that do not fit",
+                got=list(sizes),
+                expected=f"{size} that sum up to {tensor.shape[0]}",
+                remedy="give one for each rank",
             )
         return list(tensor.detach().split(list(sizes)))
     if tensor.shape[0] % size:
         raise SpecError(
-            message(
-                f"all_to_all_single can't split its {what} evenly",
-                got=f"{tensor.shape[0]} rows for {size} ranks",
-                remedy="give split sizes",
-            )
+            f"all_to_all_single can't split its {what} evenly",
+            got=f"{tensor.shape[0]} rows for {size} ranks",
+            remedy="give split sizes",
         )
     return list(tensor.detach().split(max(1, tensor.shape[0] // size))) if tensor.shape[0] else [tensor.detach()] * size
+
+
+def exchanged(
+    output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, rank: int, size: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What a rank gets from each, and what it sends to each, as parts of the tensors of `all_to_all_single`."""
+    outs, ins = _split(output, output_sizes, size, "output"), _split(input, input_sizes, size, "input")
+    if output.is_contiguous() and input.is_contiguous():  # then a part fills a place with rows of another length
+        outs, ins = ([piece.view(-1) for piece in pieces] for pieces in (outs, ins))
+    check_own("all_to_all", rank, ins, outs)
+    return outs, ins

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..kernels.errors import CollectiveMismatch, message
+from ..kernels.errors import CollectiveMismatch
 
 _GRACE_SECONDS = 5.0  # the others wait this much longer than rank 0, to hear its verdict
 
@@ -49,11 +49,9 @@ class MonitoredBarrier:
             if missing and seconds <= 0:
                 self._store.set(f"{name}/verdict", "0")
                 raise CollectiveMismatch(
-                    message(
-                        "Rank 0 timed out in monitoredBarrier after 0 ms: it gave the others no time",
-                        got=f"no sign of ranks {sorted(missing)}",
-                        remedy="give them some",
-                    )
+                    "Rank 0 timed out in monitoredBarrier after 0 ms: it gave the others no time",
+                    got=f"no sign of ranks {sorted(missing)}",
+                    remedy="give them some",
                 )
             named = sorted(missing) if wait_all_ranks else sorted(missing)[:1]
             verdict = ", ".join(map(str, named))
@@ -61,20 +59,16 @@ class MonitoredBarrier:
             verdict = verdict or "all"
         if self._rank and verdict != "all":
             raise CollectiveMismatch(
-                message(
-                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
-                    "while waiting for send/recv from rank 0",
-                    got=f"word from it that ranks {verdict} are missing" if verdict != "0" else "no word in time",
-                    remedy="see what they do instead, or give them more time",
-                )
+                f"Rank {self._rank} successfully reached monitoredBarrier, but received errors "
+                "while waiting for send/recv from rank 0",
+                got=f"word from it that ranks {verdict} are missing" if verdict != "0" else "no word in time",
+                remedy="see what they do instead, or give them more time",
             )
         if verdict != "all":
             ranks = f"Rank {verdict}" if "," not in verdict else f"Ranks {verdict}"
             raise CollectiveMismatch(
-                message(
-                    f"{ranks} failed to pass monitoredBarrier in {1000 * seconds:g} ms",
-                    remedy="see what it does instead, or give it more time",
-                )
+                f"{ranks} failed to pass monitoredBarrier in {1000 * seconds:g} ms",
+                remedy="see what it does instead, or give it more time",
             )
 
     def _verdict(self, name: str, end: float) -> str:

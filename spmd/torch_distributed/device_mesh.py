@@ -12,7 +12,7 @@ import weakref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..kernels.errors import MeshError, message
+from ..kernels.errors import MeshError
 from ..mesh.mesh import Mesh
 from ..mesh.rank.session import RankSession
 from .creation import adopting
@@ -54,10 +54,8 @@ def _have_default_group(session: RankSession) -> None:
             dist.init_process_group(NAME, store=store, rank=session.rank, world_size=session.layout.size, timeout=limit)
     elif (dist.get_backend(), dist.get_rank(), dist.get_world_size()) != (NAME, session.rank, session.layout.size):
         raise MeshError(
-            message(
-                "mesh.device_mesh needs torch.distributed to have the ranks of the mesh, over this library",
-                got=f"{dist.get_backend()!r}, rank {dist.get_rank()} of {dist.get_world_size()}",
-                expected=f"{NAME!r}, rank {session.rank} of {session.layout.size}, or no process group yet",
-                remedy=f'use init_process_group("{NAME}"), or leave it to mesh.device_mesh',
-            )
+            "mesh.device_mesh needs torch.distributed to have the ranks of the mesh, over this library",
+            got=f"{dist.get_backend()!r}, rank {dist.get_rank()} of {dist.get_world_size()}",
+            expected=f"{NAME!r}, rank {session.rank} of {session.layout.size}, or no process group yet",
+            remedy=f'use init_process_group("{NAME}"), or leave it to mesh.device_mesh',
         )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 from ..mesh.array import Array, meta
 from ..mesh.mesh import Mesh, resolve
 from ..mesh.rank.local_values import LocalValues
@@ -51,7 +51,7 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
             type(dtensor).__name__,
             "a plain tensor that each rank has is put(x), or Sharded(x, spec) in a step",
         )
-        raise SpecError(message("from_dtensor got no DTensor", got=got, remedy=remedy))
+        raise SpecError("from_dtensor got no DTensor", got=got, remedy=remedy)
     layout, session = mesh.layout, mesh.session
     names = dtensor.device_mesh.mesh_dim_names
     if names is None or not set(names) <= set(layout.names):
@@ -71,12 +71,10 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
             entries[placement.dim].append(name)
         elif type(placement) is not Replicate:
             raise SpecError(
-                message(
-                    "from_dtensor got a placement that no spec says",
-                    got=str(placement),
-                    expected="Shard, Replicate or Partial",
-                    remedy="redistribute it first",
-                )
+                "from_dtensor got a placement that no spec says",
+                got=str(placement),
+                expected="Shard, Replicate or Partial",
+                remedy="redistribute it first",
             )
     spec, shape = P(*entries), tuple(dtensor.shape)
     _check_cuts("from_dtensor", layout, shape, spec)
@@ -90,7 +88,7 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
 
 def _on_another_mesh(got: str, expected: str) -> SpecError:
     remedy = "make it on mesh.device_mesh"
-    return SpecError(message("from_dtensor got a tensor on another mesh", got=got, expected=expected, remedy=remedy))
+    return SpecError("from_dtensor got a tensor on another mesh", got=got, expected=expected, remedy=remedy)
 
 
 def to_dtensor(array: Array) -> DTensor:
@@ -117,19 +115,15 @@ def _check_cuts(what: str, layout: Layout, shape: tuple[int, ...], spec: P) -> N
         axes = spec.dim_axes(dim)
         if list(axes) != sorted(axes, key=layout.names.index):
             raise SpecError(
-                message(
-                    f"{what} can't cut dimension {dim} by axes in another order than the mesh's",
-                    got=str(axes),
-                    expected=str(tuple(sorted(axes, key=layout.names.index))),
-                    remedy="put the value with axes in the mesh's order",
-                )
+                f"{what} can't cut dimension {dim} by axes in another order than the mesh's",
+                got=str(axes),
+                expected=str(tuple(sorted(axes, key=layout.names.index))),
+                remedy="put the value with axes in the mesh's order",
             )
         size, parts = shape[dim], layout.parts(axes)
         if size == RAGGED or size % parts:
             raise SpecError(
-                message(
-                    f"{what} can't cut dimension {dim} evenly, and torch cuts unevenly in another way",
-                    got=f"{'several sizes' if size == RAGGED else size} over {parts} ranks",
-                    remedy="pad it, or drop the rest",
-                )
+                f"{what} can't cut dimension {dim} evenly, and torch cuts unevenly in another way",
+                got=f"{'several sizes' if size == RAGGED else size} over {parts} ranks",
+                remedy="pad it, or drop the rest",
             )

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
-from ..kernels.errors import CollectiveMismatch, MeshError, PeerLost, SpecError, message
+from ..kernels.errors import CollectiveMismatch, MeshError, PeerLost, SpecError
 from ..kernels.torch_private import run_as_written
 from . import sparse, vouched
-from .arguments import check_same, listed, one, parts, reducing, reduction, rooted, split
+from .arguments import check_own, exchanged, listed, one, parts, reducing, reduction, rooted
 from .barrier import MonitoredBarrier
 from .registration import DEVICES, NAME
 from .torch_private import begin_event, end_event
@@ -81,11 +81,11 @@ class ProcessGroup(_Base):
 
     def _check(self) -> None:
         if self.world.over:
-            self._broken = MeshError(message("the mesh was closed, or replaced a rank", remedy="make new groups"))
+            self._broken = MeshError("the mesh was closed, or replaced a rank", remedy="make new groups")
         if self._broken is not None:
             kind = type(self._broken) if isinstance(self._broken, CollectiveMismatch | PeerLost) else MeshError
             what, remedy = "this process group has failed: its ranks are out of step", "destroy it and make a new one"
-            raise kind(message(what, got=str(self._broken), where=f"rank {self._rank}", remedy=remedy)) from None
+            raise kind(what, got=str(self._broken), where=f"rank {self._rank}", remedy=remedy) from None
         self.world.check_together()
 
     def _failed(self, error: BaseException) -> BaseException:
@@ -101,12 +101,12 @@ class ProcessGroup(_Base):
             comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
         for comm in comms.values():
             comm.close()
-        self._broken = MeshError(message("this process group was destroyed", remedy="make a new one"))
+        self._broken = MeshError("this process group was destroyed", remedy="make a new one")
         if dist.group.WORLD is self or dist.group.WORLD is None or not isinstance(dist.group.WORLD, ProcessGroup):
             self.world.close()
 
     def abort(self) -> None:
-        self._broken = MeshError(message("this process group was aborted", remedy="make a new one"))
+        self._broken = MeshError("this process group was aborted", remedy="make a new one")
         self.world.watch.abort(f"rank {self._rank} aborted its process group")
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -181,8 +181,7 @@ class ProcessGroup(_Base):
         if isinstance(opts, int):
             root, opts = opts, reducing(op, dist.ReduceOptions)
             opts.rootRank = root
-        tensors = listed(tensors)
-        tensor, kind, root = one(tensors, "reduce"), reduction(opts), opts.rootRank
+        tensor, kind, root = one(tensors := listed(tensors), "reduce"), reduction(opts), opts.rootRank
         return self._do(
             "reduce", opts, lambda comm, later: comm.reduce(tensor, root, kind, async_op=later), tensors, tensors
         )
@@ -191,6 +190,7 @@ class ProcessGroup(_Base):
         outputs, inputs = listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
         opts = reducing(opts, dist.ReduceScatterOptions)
         output, pieces, op = one(outputs, "reduce_scatter"), list(inputs[0]), reduction(opts)
+        check_own("reduce_scatter", self._rank, pieces, [output] * self.size())
         return self._do(
             "reduce_scatter",
             opts,
@@ -234,7 +234,7 @@ class ProcessGroup(_Base):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         inputs, outputs = listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
         tensor, pieces = one(inputs, "all_gather"), list(outputs[0])
-        check_same("all_gather", tensor, pieces)
+        check_own("all_gather", self._rank, [tensor] * self.size(), pieces)
         return self._do(
             "all_gather", opts, lambda comm, later: vouched.all_gather(comm, pieces, tensor, later), inputs, outputs
         )
@@ -280,7 +280,7 @@ class ProcessGroup(_Base):
         pieces = None
         if self._rank == root:
             pieces = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
-            check_same("gather", tensor, pieces)
+            check_own("gather", root, [tensor] * self.size(), pieces)
         return self._do(
             "gather", opts, lambda comm, later: vouched.gather(comm, tensor, pieces, root, later), inputs, outputs
         )
@@ -291,13 +291,14 @@ class ProcessGroup(_Base):
         pieces = None
         if self._rank == root:
             pieces = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs)
-            check_same("scatter", tensor, pieces)
+            check_own("scatter", root, pieces, [tensor] * self.size())
         return self._do(
             "scatter", opts, lambda comm, later: vouched.scatter(comm, tensor, pieces, root, later), outputs, outputs
         )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         outs, ins = list(outputs), list(inputs)
+        check_own("all_to_all", self._rank, ins, outs)
         return self._do(
             "all_to_all", opts, lambda comm, later: comm.all_to_all(outs, ins, async_op=later), ins, outputs
         )
@@ -305,8 +306,7 @@ class ProcessGroup(_Base):
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> Work:
-        outs = split(output, output_sizes, self.size(), "output")
-        ins = split(input, input_sizes, self.size(), "input")
+        outs, ins = exchanged(output, input, output_sizes, input_sizes, self._rank, self.size())
         return self._do(
             "all_to_all", opts, lambda comm, later: comm.all_to_all(outs, ins, async_op=later), [input], [output]
         )

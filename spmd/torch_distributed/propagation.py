@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import MeshError, SpmdError
-from ..kernels.torch_private import ITEM, DispatchMode
+from ..kernels.torch_private import ITEM, DispatchMode, storage
 from ..mesh import trees
 from ..mesh.purity.writes import written_by
+from ..mesh.rank.operation import refuse_write
 from ..mesh.region import Region
 from ..mesh.spec import REPLICATED, Layout, P, Sharded
 from .device_mesh import of_mesh
@@ -32,7 +33,8 @@ _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
 _WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # which torch gets wrong below a DTensor (`DispatchMode`)
 _SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
 _PLACES = {aten.argmax.default, aten.argmin.default}
-_SHORT = (torch.float16, torch.bfloat16)  # a part of a sum may be rounded off, or be too large for them
+# A part of a sum may be rounded off, or be too large for them. Bytes: of `any` torch adds up the ranks' results.
+_SHORT = (torch.float16, torch.bfloat16, torch.uint8)
 _MEAN = 1  # torch's number for that way to reduce
 _SUMMED_LATER = {
     aten.detach.default,
@@ -80,8 +82,17 @@ class _OnShards(DispatchMode):
 
     A weighted mean of samples is not the mean of the ranks' means; a convolution takes whole samples and whole weights;
     and partial values are summed before anything else is done with them, since 1 - x of the parts is not that of the
-    sum.
+    sum. It also refuses to write to the arguments, which no other check sees below a DTensor.
+
+    Args:
+        function: what was called.
+        shards: of its arguments.
     """
+
+    def __init__(self, function: Callable, shards: list[DTensor]):
+        super().__init__()
+        self._function = function
+        self._given = {storage(shard.to_local()) for shard in shards}
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _WHOLE or torch.Tag.nondeterministic_seeded in func.tags:
@@ -93,7 +104,10 @@ class _OnShards(DispatchMode):
         if func in _PLACES and (*args, None)[1] is None and not _is_cut_by_rows(args[0]):
             raise NeedsWhole  # of equal elements the first is asked for, and the rule takes the first rank's
         if func not in _SUMMED_LATER:
-            if any(map(_is_partial, trees.leaves([value for _, value in written_by(func, args, kwargs)]))):
+            written = trees.leaves([value for _, value in written_by(func, args, kwargs)])
+            if any(isinstance(leaf, DTensor) and storage(leaf.to_local()) in self._given for leaf in written):
+                refuse_write(self._function)
+            if any(map(_is_partial, written)):
                 raise NeedsWhole  # only the sum would be written to, and C++ go on with the partial values
             args, kwargs = trees.map(_summed, (args, kwargs))
         result = func(*args, **kwargs)
@@ -163,8 +177,9 @@ def on_shards(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any
             lambda leaf: _layouts.dtensor(leaf, layout, device_mesh) if isinstance(leaf, torch.Tensor) else leaf,
             (args, kwargs),
         )
+        shards = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         with _unlogged() if first else contextlib.nullcontext(), torch.no_grad():
-            with _OnShards():
+            with _OnShards(func, shards):
                 result = func(*args, **kwargs)
             gathered = all(map(_is_whole, trees.leaves(result)))
             return trees.map(lambda leaf: _left(region, leaf), result), not gathered
@@ -213,6 +228,7 @@ def _unlogged() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="torch.distributed")
+            warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")  # C++ says it of our own line
             yield
     finally:
         logging.disable(before)

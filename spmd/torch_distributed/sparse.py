@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 
 from ..kernels.communicator import Communicator
-from ..kernels.errors import SpecError, message
+from ..kernels.errors import SpecError
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> list[object]:
     """Overwrite a sparse tensor with the sum of all ranks', in rank order; nothing is left to wait for."""
     if op != "sum" or tensor.layout is not torch.sparse_coo:
         raise SpecError(
-            message(
-                "only sums of sparse COO tensors are reduced",
-                got=f"{op} of {tensor.layout}",
-                remedy="use to_dense() or to_sparse_coo()",
-            )
+            "only sums of sparse COO tensors are reduced",
+            got=f"{op} of {tensor.layout}",
+            remedy="use to_dense() or to_sparse_coo()",
         )
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values()

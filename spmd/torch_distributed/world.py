@@ -20,8 +20,7 @@ from ..kernels.errors import Aborted, PeerLost
 from ..kernels.network.authentication import AuthenticatedStore, code
 from ..kernels.network.hosts import HostWatch, StandingHostArena, leads_nowhere_else, limit_silence
 from ..kernels.registry import beside_nccl, make_communicator
-from ..kernels.shm.arena import Arena
-from ..kernels.shm.standing import StandingArena
+from ..kernels.shm.arena import Arena, StandingArena
 from ..kernels.waiting import turn
 from ..mesh.launch import joining
 from ..mesh.launch.environments import Launch

@@ -95,7 +95,7 @@ def test_what_a_death_cuts_short_is_lost(pair: Mesh) -> None:
     for late in (False, True):
         for _ in range(4):  # what these give is compared, for which the hosts wait
             before = total(torch.ones(1 << 20), late)
-            assert before.full().eq(3).all()
+            assert before.full().eq(3).all() and total(before, late).full().eq(9).all()
     after = total(total(before, True), False)
     os.kill(pair.run(os.getpid)[1], signal.SIGKILL)
     with pytest.raises((MeshError, PeerLost)):

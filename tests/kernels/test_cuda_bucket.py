@@ -172,7 +172,7 @@ def test_when_buckets_start_early(
     """While the backward pass runs, if nothing else communicates then whose order with them ranks might not share."""
     opened = []
     monkeypatch.setattr(_sums, "_kind", lambda device, comm: lambda *_, **options: opened.append(options["early"]))
-    monkeypatch.setattr(_sums, "leaves_of", tuple)
+    monkeypatch.setattr(_sums, "Leaf", SimpleNamespace(of=lambda like: like))
     layout = SimpleNamespace(axes={"data": 2, "model": 2})
     session = SimpleNamespace(layout=layout, device=torch.device("cuda"), comm=lambda axes, channel: None)
     region: Any = SimpleNamespace(session=session)

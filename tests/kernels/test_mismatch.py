@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import functools
 import os
 import re
 import signal
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from patience import soon
 
-from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError
+from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError, psum, value_and_grad
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -424,6 +426,150 @@ class Endless:
 
     def __del__(self) -> None:
         threading.Event().wait()
+
+
+# -- ranks that wait for each other ------------------------------------------------------------------------------------
+
+
+def in_a_circle(mesh: Mesh, comm: Communicator) -> None:
+    comm.recv(torch.zeros(3), (comm.rank + 1) % comm.size)
+
+
+def in_two_groups(mesh: Mesh, comm: Communicator) -> None:
+    """Each of two ranks in a group of its own with the third, which waits for something else."""
+    if comm.rank < 2:
+        mesh.comm(ranks=[comm.rank, 2]).all_reduce(torch.ones(3))
+    else:
+        comm.barrier()
+
+
+def in_a_backward_pass(mesh: Mesh, comm: Communicator) -> None:
+    """That of one rank alone communicates, on whose result the others' values do not depend."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return psum(x, "data")
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return psum(gradient, "data")
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        total = Sum.apply(w * (1 + comm.rank))
+        return total.sum() if comm.rank == 1 else (w * w).sum()
+
+    value_and_grad(loss)(torch.ones(3))
+
+
+def in_a_group_that_one_does_not_open(mesh: Mesh, comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.barrier()
+    else:
+        mesh.comm(ranks=[0, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        (in_a_group_that_one_does_not_open, ["barrier", *[r"the first operation of group \(0, 2, 1\)"] * 2]),
+        (in_a_circle, [r"recv from 1", r"recv from 2", r"recv from 0"]),
+        (in_two_groups, [r"all_reduce float32\[3\] \(sum\)"] * 2 + ["barrier"]),
+        (in_a_backward_pass, ["all_reduce.*", r"all_reduce float32\[3\] \(sum\)", "all_reduce.*"]),
+    ],
+)
+def test_ranks_that_wait_for_each_other(
+    shared_mesh: Callable[..., Mesh], body: Callable[[Mesh, Communicator], Any], waits: list[str]
+) -> None:
+    """It is found out by shared memory; other transports may have something under way."""
+    mesh = shared_mesh({"data": 3}, backend="shm")
+    text = refused(mesh, functools.partial(body, mesh))
+    assert "all ranks wait for each other, and none goes on" in text
+    for rank, what in enumerate(waits):
+        assert re.search(rf"rank {rank}: waiting in {what}", text), text
+    works(mesh)
+
+
+def test_ranks_of_which_one_will_come_do_not_wait_for_each_other(shared_mesh: Callable[..., Mesh]) -> None:
+    """One computes; one is stopped, and has all it needs; one's wait ends by itself; one polls; one has a thread."""
+    mesh = shared_mesh({"data": 3}, backend="shm")
+
+    def computes(comm: Communicator) -> str:
+        if comm.rank == 1:
+            time.sleep(2)
+        comm.barrier()
+        return "done"
+
+    def ends(comm: Communicator) -> str:
+        if comm.rank == 0:
+            work = comm.irecv(torch.zeros(3), 1)
+            with pytest.raises(PeerLost, match="got no answer for 2 s"):
+                work.wait(timeout=2)
+            comm.send(torch.ones(3), 1)
+            work.wait()  # else it would take the next test's message
+        elif comm.rank == 1:
+            comm.recv(torch.zeros(3), 0)
+            comm.send(torch.ones(3), 0)
+        comm.barrier()
+        return "done"
+
+    def polls(comm: Communicator) -> str:
+        if comm.rank == 0:
+            work, end = comm.irecv(torch.zeros(3), 1, tag=1), time.monotonic() + 2
+            while time.monotonic() < end:
+                assert not work.is_completed()
+                time.sleep(0.01)
+            comm.send(torch.ones(3), 1)
+            work.wait()
+        elif comm.rank == 1:
+            comm.recv(torch.zeros(3), 0)
+            comm.send(torch.ones(3), 0, tag=1)
+        comm.barrier()
+        return "done"
+
+    def sends_in_a_thread(comm: Communicator) -> str:
+        if comm.rank == 0:
+            _thread.start_new_thread(lambda: (time.sleep(2), comm.send(torch.ones(3), 1, tag=2)), ())
+            comm.recv(torch.zeros(3), 1, tag=2)
+        elif comm.rank == 1:
+            comm.recv(torch.zeros(3), 0, tag=2)
+            comm.send(torch.ones(3), 0, tag=2)
+        comm.barrier()
+        return "done"
+
+    for body in (computes, ends, polls, sends_in_a_thread):
+        assert mesh.run(lambda body=body: body(mesh.comm())) == ["done"] * 3
+
+    pids, began = mesh.run(os.getpid), time.monotonic()
+    future = threading.Thread(target=wake, args=(pids[1],))
+    future.start()
+    assert mesh.run(lambda: computes(mesh.comm())) == ["done"] * 3
+    future.join()
+    assert time.monotonic() - began > 3
+
+
+def test_the_first_operation_of_a_group_advances_what_is_under_way(shared_mesh: Callable[..., Mesh]) -> None:
+    """The first rank of the group waits for the sum, of which the other one has a part to do."""
+    mesh = shared_mesh({"data": 2}, backend="shm")
+
+    def body() -> float:
+        comm, x = mesh.comm(), torch.ones(3_000_000)
+        work = comm.all_reduce(x, async_op=True)
+        if comm.rank == 1:
+            work.wait()
+        mesh.comm(ranks=[1, 0]).barrier()
+        work.wait()
+        return float(x[-1])
+
+    assert mesh.run(body) == [2.0, 2.0]
+
+
+def wake(pid: int) -> None:
+    """Stop a process for some seconds that has begun to sleep."""
+    time.sleep(1)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(pid, signal.SIGCONT)
 
 
 def test_a_group_that_does_not_end_is_left_behind(make_mesh: Callable[..., Mesh]) -> None:

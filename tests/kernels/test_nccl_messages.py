@@ -16,7 +16,7 @@ import streams_fake
 import torch
 from nccl_fake import Alone, lanes, registry, until
 
-from spmd import Mesh
+from spmd import CollectiveMismatch, Mesh
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -250,3 +250,17 @@ def test_more_messages_than_streams(make_mesh: Callable[..., Mesh], monkeypatch:
     for rank, (streams, found) in enumerate(mesh.run(body)):
         assert found == [10.0 * other + rank for other in range(3) if other != rank]
         assert streams <= 2  # one each way
+
+
+def test_dtype_mismatch(mesh: Mesh) -> None:
+    """NCCL would put the bits of one into the other: the hosts compare them beforehand."""
+
+    def body() -> None:
+        comm: Any = mesh.comm()
+        if comm.rank == 0:
+            comm.send(torch.ones(3), 1)
+        else:
+            comm.recv(torch.empty(3, dtype=torch.int32), 0)
+
+    with pytest.raises(CollectiveMismatch, match=r"dtypes differ.*3 elements of int32.*3 elements of float32"):
+        mesh.run(body)

@@ -116,6 +116,14 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"expected a number, at least 1, got '{count}'" in capsys.readouterr().err
 
 
+def test_a_script_on_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank would read it all, and wait for the others, which have nothing to do, until the timeout."""
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "-n", "2", "-", "--lr", "0.1"])
+    assert caught.value.code == 2
+    assert "the script cannot come from standard input" in capsys.readouterr().err
+
+
 def test_who_reads_has_read_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)

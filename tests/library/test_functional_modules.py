@@ -206,6 +206,45 @@ def test_buffers_and_parametrizations_come_back():
     assert torch.equal(apply.to_module(params).weight, layer.weight)
 
 
+class GraphLayer(nn.Module):
+    """A layer and a norm over nodes, with a sparse adjacency matrix among the buffers."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.register_buffer("adjacency", adjacency)
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.5)
+
+    def forward(self, x):
+        return self.norm(self.linear((self.adjacency.to(x.dtype) @ x.T).T))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("shards", [None, 4])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_buffers(shared_mesh, layout, shards):
+    torch.manual_seed(0)
+    dense, x = torch.randn(4, 4).relu(), torch.randn(8, 4)
+    apply, params, buffers = functional_with_buffers(GraphLayer(dense.to_sparse(layout=layout)))
+    frozen = functional(GraphLayer(dense.to_sparse(layout=layout)).eval())
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch)
+        return (out - frozen[0](frozen[1], batch)).square().mean(), buffers
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel(shards=shards)
+    def step(params, buffers, batch):
+        (loss, buffers), grads = value_and_grad(loss_fn, has_aux=True)(params, buffers, batch)
+        return loss, buffers, grads
+
+    results = []
+    for adjacency in (buffers["adjacency"], dense):
+        loss, new, grads = step(params, {**buffers, "adjacency": adjacency}, x)
+        assert new["adjacency"].full().layout == adjacency.layout
+        results.append((loss.full(), new["norm.running_mean"].full(), grads["linear.weight"].full()))
+    torch.testing.assert_close(*results)
+
+
 class NormWithActivation(nn.BatchNorm2d):
     def forward(self, x):
         return F.relu(super().forward(x))

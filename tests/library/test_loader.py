@@ -9,9 +9,9 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from spmd import Array, Loader, P, Sampler, SpecError, Stream, data_parallel, psum, spmd
+from spmd import Array, Loader, P, Sampler, SpecError, Stream, data_parallel, psum, put, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -143,6 +143,9 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
     assert [batch.full().tolist() for batch in Loader(Stream([Forwards()], iter), 2, mesh=mesh)] == [[1, 2]]
     with pytest.raises(SpecError, match=r"got DataLoader.*loader\.dataset"):
         Loader(DataLoader(torch.ones(3)), 2, mesh=mesh)
+    for there in (put(torch.ones(4), P("data"), mesh=mesh), {"x": put(torch.ones(4), mesh=mesh)}):
+        with pytest.raises(SpecError, match=r"on a mesh.*Loader\(fetch\(dataset\), batch_size\)"):
+            Loader(there, 2, mesh=mesh)
     for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
         with pytest.raises(SpecError, match="can't read"):
             Loader(nothing, 2, mesh=mesh)
@@ -391,6 +394,100 @@ def test_random_numbers_of_a_sample_are_its_own(shared_mesh):
     before = mesh.run(lambda: (np.random.get_state()[1].tolist(), random.getstate()))
     list(Loader(Noisy(), 4, mesh=mesh))
     assert mesh.run(lambda: (np.random.get_state()[1].tolist(), random.getstate())) == before
+
+
+SHARED = random.Random(0)
+
+
+class Shifts:
+    """A transform with a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, x):
+        return x + torch.rand((), generator=self.generator)
+
+
+class Drawing(Dataset):
+    def __init__(self, draw=None):
+        self.draw, self.rng = draw, np.random.default_rng(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.draw(torch.zeros(())) if self.draw else self.rng.random()
+
+
+def drawn(x):
+    return x + SHARED.random()
+
+
+def noisy(samples):
+    return torch.tensor(samples) * SHARED.random()
+
+
+GENERATORS = {
+    "its own": (Drawing(), {}, r"drawn from Drawing\.rng"),
+    "a transform's": (Subset(Drawing(Shifts()), range(4)), {}, r"drawn from Subset\.dataset\.draw\.generator"),
+    "a global one": (Drawing(drawn), {}, "drawn from SHARED"),
+    "a stream's": (Stream([0, 1, 2, 3], lambda shard: iter([1.0])).map(drawn), {}, "drawn from SHARED"),
+    "of the batch": ([1.0, 2.0, 3.0], {"collate_fn": noisy}, "drawn from SHARED"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_random_numbers_that_are_no_samples_own(shared_mesh, name):
+    """Every rank draws the same ones, for samples of its own; a rank alone draws as plain torch does."""
+    dataset, options, told = GENERATORS[name]
+    list(Loader(dataset, 4, mesh=shared_mesh({"data": 1}), **options))
+    with pytest.warns(UserWarning, match=f"the same numbers, for other samples .*{told}.*of its own; or make"):
+        list(Loader(dataset, 4, mesh=shared_mesh({"data": 2}), **options))
+
+
+def test_generators_that_are_made_for_each_sample(shared_mesh):
+    dataset = Drawing(lambda x: x + torch.rand((), generator=torch.Generator().manual_seed(1)))
+    assert len(list(Loader(dataset, 4, mesh=shared_mesh({"data": 2})))) == 2
+
+
+class Seeded(Dataset):
+    """Seeds a generator of its own for each sample."""
+
+    def __init__(self, rng, seed):
+        self.rng, self.seed = rng, seed
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.seed(self.rng, index)
+        draw = self.rng.normalvariate if isinstance(self.rng, random.Random) else self.rng.normal
+        return torch.tensor([draw(0.0, 1.0) for _ in range(700)])
+
+
+def seeds(kind):
+    """Gives a generator of NumPy the state that a seed would."""
+    return lambda rng, index: setattr(rng.bit_generator, "state", kind(index).state)
+
+
+SEEDED = {
+    "Python's": (random.Random(0), random.Random.seed),
+    "NumPy's old one": (np.random.RandomState(0), np.random.RandomState.seed),
+    **{
+        kind.__name__: (np.random.Generator(kind(0)), seeds(kind))
+        for kind in (np.random.PCG64, np.random.Philox, np.random.MT19937)
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_generators_that_are_seeded_for_each_sample(shared_mesh, name, recwarn):
+    rng, seed = SEEDED[name]
+    assert len(list(Loader(Seeded(rng, seed), 4, mesh=shared_mesh({"data": 2})))) == 2
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"drawn from Seeded\.rng"):
+        list(Loader(Seeded(rng, lambda rng, index: None), 4, mesh=shared_mesh({"data": 2})))
 
 
 # -- when it goes wrong -----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Several batches in one message of the driver's: each is as if it had been asked for alone."""
 
+import contextlib
 import gc
 import itertools
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from spmd import Loader, P, Sampler, Stream, data_parallel, psum, spmd
+from spmd import Loader, P, PeerLost, Sampler, SpecError, Stream, data_parallel, psum, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -181,6 +182,63 @@ def test_a_stream_fails_at_its_batch(shared_mesh):
         for batch in loader:
             found.append(of(batch))
     assert found == [[i, 10 + i] for i in range(5)]
+
+
+@pytest.mark.parametrize("fails", [[6], [6, 9], [0, 38], [*range(3, 38)]])
+def test_who_goes_on_after_an_exception_gets_all_other_batches(shared_mesh, fails):
+    """It is not told that the epoch is over: a launched rank would begin another one than its peers."""
+    data = Numbers(40, {index: fail(f"no {index}") for index in fails})
+    loader = Loader(data, 4, mesh=shared_mesh({"data": 2}), shuffle=False, prefetch=3)
+    batches, found, failed = iter(loader), [], 0
+    while True:
+        try:
+            found.append(of(next(batches)))
+        except LookupError:
+            failed += 1
+        except StopIteration:
+            break
+    bad = {index // 4 for index in fails}
+    assert found == [batch for step, batch in enumerate(truth(loader)) if step not in bad] and failed == len(bad)
+    assert loader.state_dict() == {"epoch": 1, "step": 0} and next(batches, None) is None
+
+
+def test_a_loop_can_be_closed(shared_mesh):
+    with contextlib.closing(iter(Loader(Numbers(40, {}), 4, mesh=shared_mesh({"data": 2})))) as batches:
+        next(batches)
+    assert next(batches, None) is None
+
+
+def test_who_goes_on_after_a_stream_has_failed(shared_mesh):
+    def failing(shard):
+        yield from map(torch.tensor, range(6))
+        raise LookupError("no 6")
+
+    batches = iter(Loader(Stream([0], failing), 4, mesh=shared_mesh({"data": 2}), shuffle=False))
+    assert of(next(batches)) == [0, 1, 2, 3]
+    with pytest.raises(LookupError, match="no 6"):
+        next(batches)
+    for _ in range(2):
+        with pytest.raises(SpecError, match=r"Stream can't go on after an error.*got LookupError at .*'step': 1"):
+            next(batches)
+
+
+def test_a_batch_whose_rank_was_killed_is_read_by_who_goes_on(make_mesh, tmp_path):
+    class Deadly:
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, index):
+            if index == 5 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os._exit(3)
+            return torch.tensor(index)
+
+    loader = Loader(Deadly(), 4, mesh=make_mesh({"data": 2}, on_loss="raise"), shuffle=False, prefetch=0)
+    batches = iter(loader)
+    assert sorted(of(next(batches))) == [0, 1, 2, 3]
+    with pytest.raises(PeerLost):
+        next(batches)
+    assert [sorted(of(batch)) for batch in batches] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_an_exception_that_nobody_comes_to_is_nobodys(shared_mesh):

@@ -51,6 +51,13 @@ class Yields:
         yield x
 
 
+class Held:
+    """An object with a tensor, which is no node of a tree."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 class Locked:
     """Neither a dataset nor a step that can be sent to a rank."""
 
@@ -105,6 +112,14 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "numbers for a tensor": (
         lambda m: spmd.spmd(lambda x: 0, mesh=m, in_specs=P("data"))([1.0, 2.0]),
         r"argument 0\[0\] of <lambda> cannot be cut by P\('data'\) .*got 1.0.*make a tensor of those",
+    ),
+    "texts for a tensor": (
+        lambda m: spmd.spmd(lambda x: 0, mesh=m, in_specs=P("data"))(["a", "b"]),
+        r"argument 0\[0\] of <lambda> cannot be cut by P\('data'\) .*got a str.*write None",
+    ),
+    "an object that is cut": (
+        lambda m: spmd.spmd(lambda x, held: x, mesh=m, in_specs=(P(), P("data")))(X, Held(X)),
+        r"argument 1 of <lambda> cannot be cut by P\('data'\) .*got a Held.*write None.*a dataclass",
     ),
     "async step": (lambda m: spmd.spmd(waits, mesh=m), "spmd takes a function .*waits, which is async"),
     "generator": (lambda m: spmd.spmd(yields, mesh=m), "spmd takes a function .*yields, which is a generator"),

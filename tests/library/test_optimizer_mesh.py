@@ -6,6 +6,7 @@ import sys
 import cloudpickle
 import pytest
 import pytrees
+import scripts
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
@@ -530,3 +531,47 @@ def test_a_first_step_does_not_import_torchs_compiler(make_mesh):
     assert float(step(params, state, torch.ones(4, 1, 4, 4))[2]) != float(loss)
     slow = {"sympy", "torch._dynamo"}
     assert mesh.run(lambda: slow & set(sys.modules)) == [set(), set()]
+
+
+MISSING = """
+import torch
+from spmd import Mesh, data_parallel, fetch, optimizer, spmd, value_and_grad
+
+mesh = Mesh(AXES)
+names = [f"{group}{part}" for group in "abcdef" for part in "01"]
+params = {name: torch.arange(256.0) * place for place, name in enumerate(names, 1)}
+groups = [{"params": [f"{group}0", f"{group}1"], "lr": 0.1} for group in "abcdef"]
+opt = optimizer(torch.optim.SGD, shard=tuple(AXES), groups=groups, lr=0.1, momentum=0.9)
+opt_state = opt.init(params)
+
+
+@spmd(mesh=mesh)
+@data_parallel
+def step(params, opt_state, batch, without):
+    grads = value_and_grad(lambda params: sum((p * p).sum() for p in params.values()) * batch.mean())(params)[1]
+    return opt.step(params, {name: None if name[1] in without else grad for name, grad in grads.items()}, opt_state)
+
+
+plain = {name: value.clone().requires_grad_() for name, value in params.items()}
+theirs = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9)
+for without in "", "1", "":
+    params, opt_state = step(params, opt_state, torch.ones(4), without)
+    theirs.zero_grad()
+    sum((p * p).sum() for name, p in plain.items() if name[1] not in without).backward()
+    theirs.step()
+print(all(torch.allclose(fetch(params)[name], plain[name]) for name in names))
+"""
+
+
+def test_launched_ranks_divide_state_in_one_order(tmp_path):
+    """Whatever seed Python has for the hashes of texts: they gather it, and would mix that of different groups."""
+    code = MISSING.replace("AXES", "{'data': 2}")
+    told = scripts.two_ranks(tmp_path, code, inside=lambda rank: ("env", f"PYTHONHASHSEED={rank + 1}"))
+    assert [out for out, _ in told] == ["True\n", "True\n"], told
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_state_is_gathered_in_the_order_of_its_axes(tmp_path, seed):
+    program = scripts.script(tmp_path, MISSING.replace("AXES", "{'data': 2, 'model': 2}"))
+    status, out, err = scripts.run(program, fresh=True, env={"PYTHONHASHSEED": seed})
+    assert (status, out) == (0, "True\n"), err

@@ -1,6 +1,7 @@
 """Groups, schedules, clipping and averages, against plain torch on the whole batch, at 1, 2 and 3 ranks."""
 
 import doctest
+import pickle
 import sys
 
 import cloudpickle
@@ -166,6 +167,22 @@ class OnGpu(torch.Tensor):
 
     def cpu(self):
         return self.as_subclass(torch.Tensor)
+
+
+def test_a_rate_that_is_a_tensor_is_left_as_it_is():
+    """A scheduler writes to it; another optimizer, or this one on a rank, would begin with what it wrote."""
+    rate, w = torch.tensor(0.5), torch.ones(3)
+    for _ in range(2):
+        opt = optimizer(torch.optim.SGD, lr=rate, schedule=lambda opt: lr_scheduler.ConstantLR(opt, 0.5, 2))
+        params, opt_state = {"w": w}, opt.init({"w": w})
+        found = []
+        for step in range(4):
+            if step == 2:
+                opt = pickle.loads(cloudpickle.dumps(opt))
+            params, opt_state = opt.step(params, {"w": w}, opt_state)
+            found.append(float(params["w"][0]))
+        assert found == [0.75, 0.5, 0.0, -0.5]
+        assert rate == opt_state["hyper"]["lr"] == 0.5
 
 
 def test_steps_are_counted_on_the_host():

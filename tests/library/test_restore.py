@@ -147,6 +147,30 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
 # -- what save did not write ------------------------------------------------------------------------------------------
 
 
+def test_no_file_stays_open_where_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C as a file has just been opened."""
+    save(tmp_path, {"a": torch.ones(3)})
+    restore(tmp_path)
+    opened, opens, stop_at = os.open, [], [0]
+
+    def interrupted(*args: Any, **options: Any) -> int:
+        number = opened(*args, **options)
+        opens.append(number)
+        if len(opens) == stop_at[0]:
+            signal.raise_signal(signal.SIGINT)
+        return number
+
+    monkeypatch.setattr(os, "open", interrupted)
+    restore(tmp_path)
+    count, times = len(os.listdir("/proc/self/fd")), len(opens)
+    assert times >= 3
+    for stop_at[0] in range(1, times + 1):
+        opens.clear()
+        with pytest.raises(KeyboardInterrupt):
+            restore(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == count
+
+
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     for name in ("step-100", "step-00000003", "step-00000007"):
         (tmp_path / name).mkdir()

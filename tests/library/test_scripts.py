@@ -228,6 +228,14 @@ print(library.mesh.run(library.where))
     assert "expected those of Mesh({'data': 2}" in lines[1] and "got axes {'data': 3}" in lines[1]
 
 
+def test_a_file_named_as_a_library_is_named(tmp_path):
+    """`from spmd import` takes an AttributeError for a name that spmd does not have, and would say so."""
+    (tmp_path / "cloudpickle.py").write_text("")
+    code, _, err = run(script(tmp_path, "from spmd import Mesh"), fresh=True)
+    assert code == 1
+    assert "ImportError: spmd.Mesh cannot be imported: module 'cloudpickle' has no attribute" in err
+
+
 def test_installed_in_a_folder_of_its_own(tmp_path):
     """As by `pip install --target`: neither site-packages nor a checkout."""
     package = tmp_path / "packages" / "spmd"

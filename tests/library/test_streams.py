@@ -330,6 +330,15 @@ def test_what_fails_names_the_record(shared_mesh, workers):
         assert "[reading record 5 of 'a']" in "".join(caught.value.__notes__) or "of 'b'" in str(caught.value.__notes__)
 
 
+def test_a_seed_of_numpy_draws_as_python_s(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    drawn = Stream([0, 10, 20, 30], numbers).map(lambda x: x + torch.rand(()))
+    orders = [
+        [batch.tolist() for batch in Loader(drawn, 4, mesh=mesh, seed=seed)] for seed in (7, np.int64(7), np.int64(8))
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
 def test_bad_arguments_are_refused(shared_mesh):
     stream = Stream([1], numbers)
     for bad in (
@@ -342,6 +351,9 @@ def test_bad_arguments_are_refused(shared_mesh):
         lambda: Stream.mix([stream], [0]),
         lambda: Stream.jsonl("one path"),
         lambda: Loader(stream, 6, shards=4),
+        lambda: Loader(stream, True),
+        lambda: Loader(stream, 2, seed="a"),
+        lambda: Loader(stream, 2, shuffle="no"),
     ):
         with pytest.raises(SpecError):
             bad()

@@ -66,6 +66,7 @@ def test_numpy(mesh):
     assert np.asarray(array).dtype == np.int16 and np.asarray(array).tolist() == [0, 1, 2, 3]
     assert np.asarray(array, dtype=np.float64).dtype == np.float64
     assert np.array(array, copy=True).sum() == 6 and np.mean(array) == 1.5
+    assert array.numpy(force=True).tolist() == array.numpy().tolist() == [0, 1, 2, 3]
     assert np.asarray(put(torch.ones(2, dtype=torch.bfloat16), mesh=mesh)).dtype == np.float32
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     assert np.asarray(put({"w": frozen}, mesh=mesh)["w"]).tolist() == [1, 1]

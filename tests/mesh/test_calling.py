@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import pytest
 import torch
 from patience import until
 
-from spmd import P, Sharded, axis_index, put, spmd
+from spmd import P, Sharded, SpecError, axis_index, fetch, put, spmd
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def spied(make_mesh, monkeypatch):
     def spy(message, packet=None, ranks=None):
         first = getattr(message, "check", 0) == 3  # whose types are followed
         brief = getattr(message, "values", None) is not None and not first
-        told.append("brief" if brief else type(message).__name__)
+        told.append("first" if first else "brief" if brief else type(message).__name__)
         tell(message, packet, ranks)
 
     monkeypatch.setattr(mesh.driver, "tell", spy)
@@ -50,6 +51,54 @@ def test_like_calls_are_brief_and_mean_the_same(spied):
     told.clear()
     tensor = scaled(tree, torch.tensor(0.0), plus=1.0)  # another kind of argument: sent whole
     assert tensor["b"].full().tolist() == [1.0] * 3 and told.count("brief") == 0
+
+
+def test_a_number_that_counts_calls_does_not_make_each_a_first_call(spied):
+    """Values may be flags: the first eight, the 9th and the 17th. Results may have other shapes with each of them."""
+    mesh, told = spied
+
+    @spmd(mesh=mesh)
+    def ones(x, number, names):
+        return x.new_ones(number % 5), names
+
+    for number in range(20):
+        found, names = ones(torch.zeros(2), number, [f"sample {number}"])
+        assert found.full().tolist() == [1.0] * (number % 5) and names == [f"sample {number}"]
+    assert told.count("first") == 10 and told.count("Ship") <= 4
+
+
+@pytest.mark.parametrize(
+    "flags", [(-1, -2), (True, 1), (None, 0.5), (slice(0, -1), slice(0, -2))], ids=["minus", "one", "none", "slices"]
+)
+def test_flags_that_hash_alike_are_two(make_mesh, flags):
+    first, second = flags
+
+    @spmd(mesh=make_mesh({"data": 2}), in_specs=(P("data"), None))
+    def forgetful(x, flag):
+        return x.sum() if repr(flag) == repr(second) else x.new_zeros(())
+
+    assert forgetful(torch.ones(4), first).item() == 0
+    with pytest.raises(SpecError, match="may differ between ranks"):
+        forgetful(torch.ones(4), second)  # the ranks' sums agree
+
+
+def test_members_of_an_enumeration_are_flags(make_mesh):
+    class Mode(enum.Enum):
+        PAIR = 1
+        ONE = 2
+
+    step = spmd(lambda x, mode: (x, x) if mode is Mode.PAIR else x + 1, mesh=make_mesh({"data": 2}))
+    for _ in range(3):
+        assert len(fetch(step(torch.ones(1), Mode.PAIR))) == 2
+        assert fetch(step(torch.ones(1), Mode.ONE)).tolist() == [2.0]
+
+
+def test_structures_that_no_call_needs_are_forgotten(spied):
+    mesh, _ = spied
+    step = spmd(lambda tree: len(tree), mesh=mesh)
+    for number in range(300):  # more than are remembered for a function
+        assert step({f"user {number}": 1.0}) == 1
+    assert len(mesh.driver.shipped.keys()) < 2 * 260
 
 
 def test_cut_and_dealt_arguments(spied):

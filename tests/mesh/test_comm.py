@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 import torch
 
-from spmd import Mesh, MeshError, P, SpecError, spmd
+from spmd import Mesh, MeshError, P, SpecError, axis_index, grad, psum, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -95,3 +95,73 @@ def test_what_came_from_listed_ranks_differs_along_all_their_axes(shared_mesh):
 
     with pytest.raises(SpecError, match="may differ between ranks along data, though it does not this time"):
         spmd(step, mesh=mesh, out_specs=P("model"))(torch.ones(1))
+
+
+def reduced(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    comm.all_reduce(x)
+    return x
+
+
+def gathered_sum(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    outs = [torch.empty_like(x) for _ in range(comm.size)]
+    comm.all_gather(outs, x)
+    return sum(outs, torch.zeros(()))
+
+
+def sent(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    other = torch.empty_like(x)
+    sending = comm.isend(x, 1 - comm.rank)
+    comm.recv(other, 1 - comm.rank)
+    sending.wait()
+    return x + other
+
+
+@pytest.mark.parametrize("summed", [reduced, gathered_sum, sent, lambda comm, x: comm.all_reduced(x)])
+@pytest.mark.parametrize("take", [grad, lambda f: torch.func.grad(f)])
+def test_messages_bring_no_gradients_and_are_refused_where_some_are_taken(shared_mesh, summed, take):
+    """The sums were right, and their gradients zero, or those of this rank's own part."""
+    mesh = shared_mesh({"data": 4})
+
+    def step(x, detached):
+        def loss(x):
+            pair = [rank for rank in range(4) if rank % 2 == axis_index("data") % 2]
+            return summed(mesh.comm(ranks=pair), (x.detach() if detached else x).sum()) + x.sum()
+
+        return take(loss)(x)
+
+    on_the_mesh = spmd(step, mesh=mesh, in_specs=(P("data"), None), out_specs=P("data"))
+    with pytest.raises(SpecError, match=r"requires gradients, which do not go through messages.*one axis more"):
+        on_the_mesh(torch.arange(4.0), False)
+    if take is grad:  # torch.func's wrapped tensors have no memory to send
+        assert on_the_mesh(torch.arange(4.0), True).full().tolist() == [0.25] * 4
+
+
+def test_a_function_with_its_own_gradient_may_send_messages(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return mesh.comm().all_reduced(x).clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return mesh.comm().all_reduced(gradient).clone()
+
+    def step(x, total):
+        return grad(lambda x: total(x.sum()).square())(x)
+
+    x = torch.arange(4.0)
+    by = [
+        spmd(lambda x, total=total: step(x, total), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x).full()
+        for total in (Summed.apply, lambda x: psum(x, "data"))
+    ]
+    assert torch.equal(*by) and by[0].tolist() == [12.0] * 4
+
+
+def test_what_all_reduced_gives_is_followed(shared_mesh):
+    mesh = shared_mesh({"data": 2, "model": 2})
+    step = spmd(lambda x: mesh.comm("model").all_reduced(x) + 0, mesh=mesh, in_specs=P("data"))
+    with pytest.raises(SpecError, match="may differ between ranks along data, though it does not this time"):
+        step(torch.ones(2))

@@ -179,7 +179,7 @@ def test_the_same_bits_after_hosts_are_lost(mesh, undisturbed, shards, caplog):
         assert training.steps(STEPS, between) == undisturbed(shards)
     assert cut(training.state), "the optimizer's state is cut, or nothing is shown here"
     said = [record.getMessage() for record in caplog.records]
-    assert sum("lost with host" in text and "replaced, with its values, in" in text for text in said) == 3
+    assert sum("lost with host" in text and "replaced, with their values, in" in text for text in said) == 3
 
 
 def test_the_same_bits_after_a_host_is_lost_while_nothing_runs(mesh, undisturbed):

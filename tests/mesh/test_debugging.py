@@ -38,9 +38,11 @@ if __name__ == "__main__":
     print("after", mesh.run(lambda: 5), flush=True)
 """
 
+PASSED_BY = "passed a breakpoint by: SPMD_DEBUG_RANK names the ranks that stop (0 if unset)\n"
+
 
 class Terminal:
-    """A program at a terminal of its own."""
+    """A program at a terminal of its own, without what another launched rank writes there, also into a prompt."""
 
     def __init__(self, fd: int, process: subprocess.Popen):
         self._fd, self.process, self.shown = fd, process, ""
@@ -56,7 +58,7 @@ class Terminal:
                 except OSError:
                     data = b""
                 assert data, f"it ended without {pattern!r}: {self.shown}"
-                self.shown += data.decode().replace("\r", "")
+                self.shown = (self.shown + data.decode().replace("\r", "")).replace(PASSED_BY, "")
         self.shown = self.shown[found.end() :]
         return found
 

@@ -25,6 +25,7 @@ from patience import HANGS, end_within, running, soon, until
 
 from spmd import (
     CollectiveMismatch,
+    Loader,
     MeshError,
     P,
     PeerLost,
@@ -137,6 +138,30 @@ class Local(ValueError):
     pass
 
 
+def test_errors_of_this_library_with_arguments_and_notes_of_a_program(shared_mesh):
+    """They come as they were raised."""
+    mesh = shared_mesh({"data": 2})
+
+    class OfProgram(SpecError):
+        def __init__(self, text, code):
+            super().__init__(text, code)
+
+    def own():
+        raise OfProgram("no such column", 7)
+
+    def noted():
+        error = PeerLost("a server is gone", 1)
+        vars(error)["__notes__"] = ["[at night]"]  # as `add_note` of Python 3.11
+        raise error
+
+    with pytest.raises(SpecError) as caught:
+        mesh.run(own)
+    assert type(caught.value).__name__ == "OfProgram" and caught.value.args == ("no such column", 7)
+    with pytest.raises(PeerLost) as caught:
+        mesh.run(noted)
+    assert caught.value.rank == 1 and caught.value.__notes__[0] == "[at night]"
+
+
 def test_types_of_exceptions(shared_mesh):
     mesh = shared_mesh({"data": 2})
 
@@ -197,6 +222,49 @@ def test_types_of_exceptions(shared_mesh):
     with raises(SystemExit) as caught:
         mesh.run(lambda: sys.exit(3), ranks=[1])
     assert caught.value.code == 3 and works(mesh)
+
+
+class Deaf(Exception):
+    def add_note(self, note):
+        raise TypeError("not a word")
+
+    def __str__(self):
+        raise TypeError("nor one from me")
+
+
+def deaf(*_):
+    raise Deaf
+
+
+class Fails:
+    def call(self):
+        raise Deaf
+
+
+class Samples:
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise Deaf
+
+
+def test_an_exception_whose_methods_fail(make_mesh):
+    """Its own methods are not called, not even by the thread that all answers come to, which would end the mesh."""
+    mesh = make_mesh({"data": 2})
+    fails = mesh.remote(Fails, rank=1)
+    for run in (
+        lambda: mesh.run(deaf),
+        lambda: mesh.submit(deaf).result(HANGS),
+        lambda: fails.call().get(HANGS),
+        lambda: spmd(data_parallel(lambda batch: deaf()), mesh=mesh)(torch.ones(1)),
+        lambda: next(iter(Loader(Samples(), 1, mesh=mesh, workers=1))),
+    ):
+        with pytest.raises(Deaf) as caught:
+            run()
+        text = "".join(traceback.format_exception(caught.value))
+        assert "The above exception was the direct cause" in text and " of Mesh({'data': 2}" in text, text
+    assert works(mesh)
 
 
 def test_an_exception_has_its_cause(shared_mesh):

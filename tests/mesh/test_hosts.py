@@ -21,7 +21,7 @@ import optree
 import pytest
 import torch
 from host_processes import Changed, arena_held_by, host_process
-from internals import ask_while_ranks_start
+from internals import ask_while_ranks_start, silent_hosts_are_lost_after
 from patience import HANGS, end_within, quick, running, until
 from torch import nn
 
@@ -58,12 +58,18 @@ def works(mesh: Mesh) -> bool:
 
 
 def trained(
-    mesh: Mesh, shards: int | None, *, armed: Path | None = None, kill: Callable[[], int] = os.getpid
+    mesh: Mesh,
+    shards: int | None,
+    *,
+    armed: Path | None = None,
+    kill: Callable[[], int] = os.getpid,
+    number: int = signal.SIGKILL,
 ) -> tuple[list[float], str]:
     """The losses of a few steps, and a digest of what they have made of the parameters.
 
     Args:
         armed: a file that is made before the second step; rank 3 removes it in there, and kills a process of `kill`'s.
+        number: of the signal that it sends.
     """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(36, 6, generator=generator), torch.randint(0, 3, (36,), generator=generator)
@@ -75,7 +81,7 @@ def trained(
     def loss_of(params: Any, batch: Any) -> torch.Tensor:
         if armed is not None and mesh.rank == 3 and armed.exists():
             armed.unlink()
-            os.kill(kill(), signal.SIGKILL)
+            os.kill(kill(), number)
         return nn.functional.cross_entropy(apply(params, batch["x"]), batch["y"])
 
     @spmd(mesh=mesh)
@@ -416,6 +422,19 @@ def test_a_call_runs_again_when_a_host_is_lost(mesh: Mesh, shared_mesh: Callable
     assert trained(mesh, 4, armed=tmp_path / "armed", kill=host_process) == trained(shared_mesh({"data": 2}), 4)
     after = mesh.run(os.getpid)
     assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
+
+
+def test_a_host_whose_process_is_stopped_is_replaced(
+    mesh: Mesh, shared_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel there keeps the connection open, and the ranks run: the driver would wait until the timeout."""
+    silent_hosts_are_lost_after(monkeypatch, 10.0)
+    pids = mesh.run(os.getpid)
+    found = trained(mesh, 4, armed=tmp_path / "armed", kill=host_process, number=signal.SIGSTOP)
+    assert found == trained(shared_mesh({"data": 2}), 4)
+    after = mesh.run(os.getpid)
+    assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
+    assert end_within(10.0, pids[2:])
 
 
 def once(name: str, command: Sequence[str], started: list[str]) -> Sequence[str]:

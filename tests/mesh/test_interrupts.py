@@ -20,6 +20,7 @@ from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
 from spmd.mesh.array import meta
+from spmd.mesh.driver import open_sessions
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
 
@@ -366,6 +367,138 @@ def test_a_mesh_that_could_not_be_made_leaves_nothing():
         module.Rank = start
     assert end_within(1, [rank.pid for rank in made])
     assert len(os.listdir("/proc/self/fd")) <= before, sys.version
+
+
+CELLS = """
+import gc
+import torch
+from spmd import Loader, Mesh, psum, spmd
+
+gc.disable()  # so that what is left of the cells before is collected while Python ends
+cell = '''
+mesh = Mesh({"data": 1})
+
+@spmd(mesh=mesh)
+def step(x):
+    return psum(x, "data")
+
+for batch in Loader(torch.arange(4.0), 2, mesh=mesh):
+    result = step(batch.sum())
+'''
+for _ in range(3):
+    exec(cell, globals())
+print("last")
+gc.enable()
+gc.set_threshold(1)
+"""
+
+
+def test_meshes_that_cells_left_open_are_closed_at_exit():
+    """Some of them are garbage by then, and the collector closes them while they are being closed."""
+    assert run("-c", CELLS) == (0, "last\n", "")
+
+
+def test_a_handler_closes_a_mesh_that_is_being_closed(make_mesh, monkeypatch):
+    """It leaves that to what it has interrupted; a thread that closes it, too, waits until it is closed."""
+    mesh, closed = make_mesh({"data": 2}), []
+    other = threading.Thread(target=lambda: (mesh.close(), closed.append(mesh.closed)))
+    tell = mesh.driver.tell
+
+    def tell_and_interrupt(*told):
+        tell(*told)
+        if other.ident is None:
+            other.start()
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
+    monkeypatch.setattr(mesh.driver, "tell", tell_and_interrupt)
+    try:
+        mesh.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    other.join(HANGS)
+    assert closed == [True]
+
+
+@pytest.mark.parametrize("how", ["a call", "a resize"])
+def test_a_handler_closes_a_mesh_in_the_middle_of(make_mesh, monkeypatch, capfd, how):
+    """It waits for nothing that the thread that it has interrupted would have to do."""
+    mesh = make_mesh({"data": 2}, timeout=10)
+    mesh.run(bytes, 1)  # the function is sent before the call
+    interrupted = "tell" if how == "a call" else "hand_over"
+    does = getattr(mesh.driver, interrupted)
+
+    def does_and_is_interrupted(*told):
+        monkeypatch.undo()
+        does(*told)
+        signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
+    monkeypatch.setattr(mesh.driver, interrupted, does_and_is_interrupted)
+    try:
+        with pytest.raises(MeshError, match=r"this mesh is closed: Mesh\.close\(\) was called"):
+            mesh.run(bytes, 1 << 20) if how == "a call" else mesh.resize({"data": 1})  # too long for the arena
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert mesh.closed and "waits up to" not in capfd.readouterr().err
+
+
+def test_a_handler_closes_a_mesh_in_the_middle_of_a_call_while_a_thread_closes_it(make_mesh, monkeypatch, tmp_path):
+    """It leaves that to the thread, which needs what the interrupted call holds."""
+    mesh, waits = make_mesh({"data": 2}, timeout=10), threading.Event()
+    go_on = tmp_path / "go on"
+
+    def rank_waits():
+        while not go_on.exists():
+            time.sleep(0.01)
+
+    mesh.submit(rank_waits)
+    discard, tell = open_sessions.discard, mesh.driver.tell
+    other = threading.Thread(target=mesh.close)
+
+    def discard_and_say(session):
+        waits.set()
+        discard(session)
+
+    def tell_and_interrupt(*told):
+        monkeypatch.setattr(mesh.driver, "tell", tell)
+        tell(*told)
+        other.start()
+        assert waits.wait(HANGS)
+        signal.raise_signal(signal.SIGALRM)
+        go_on.touch()
+
+    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
+    monkeypatch.setattr(open_sessions, "discard", discard_and_say)
+    monkeypatch.setattr(mesh.driver, "tell", tell_and_interrupt)
+    try:
+        assert mesh.run(bytes, 1) == [b"\0"] * 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    other.join(HANGS)
+    assert mesh.closed
+
+
+def test_what_shows_the_output_of_ranks_may_close_the_mesh(make_mesh, monkeypatch, capfd):
+    """A program's own sys.stdout is written to by the thread without which no call ends."""
+    mesh = make_mesh({"data": 1}, timeout=60)
+
+    class Output:
+        def write(self, text):
+            if "stop" in text:
+                mesh.close()
+
+        def flush(self):
+            pass
+
+    def prints():
+        print("stop", flush=True)
+        time.sleep(1000)
+
+    monkeypatch.setattr(sys, "stdout", Output())
+    with pytest.raises(MeshError, match=r"this mesh is closed: Mesh\.close\(\) was called"):
+        mesh.run(prints)
+    assert "waits up to" not in capfd.readouterr().err
 
 
 def test_an_import_is_not_cut_short(make_mesh, tmp_path, monkeypatch):

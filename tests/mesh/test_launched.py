@@ -363,3 +363,34 @@ def test_a_program_ends_though_an_operation_is_under_way(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+COUNTED = """
+import sys
+import torch
+from spmd import Mesh, data_parallel, spmd, value_and_grad
+
+def loss(w, batch):
+    return (batch * w).square().mean()
+
+def note(frame, event, argument):
+    looked.add((frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name))
+
+mesh, followed = Mesh(timeout=20), []
+step = spmd(data_parallel(lambda w, batch, number: (value_and_grad(loss)(w, batch), number)), mesh=mesh)
+for number in range(20):
+    looked = set()
+    sys.setprofile(note)
+    assert step(torch.ones(3), torch.ones(4, 3), number)[1] == number
+    sys.setprofile(None)
+    followed.append(("following.py", "settle") in looked)
+if mesh.rank == 0:
+    print(followed)
+"""
+
+
+def test_a_number_that_counts_calls_does_not_make_each_a_first_call(tmp_path):
+    """Values may be flags: the first eight, the 9th and the 17th are taken for such."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _, out, _ = run(*launcher, script(tmp_path, COUNTED))
+    assert out.splitlines()[-1] == str([number < 9 or number == 16 for number in range(20)])

@@ -171,19 +171,23 @@ def test_submit_that_fails(mesh, tmp_path):
     assert mesh.run(lambda: 1) == [1, 1] and before.result(0) == "done"
 
 
-def test_a_mesh_cannot_be_used_in_a_callback(mesh, tmp_path):
-    told, waiting = [], threading.Event()
+def test_a_callback_of_a_future_may_wait_and_use_the_mesh(mesh, tmp_path, caplog):
+    """Not on a thread that the mesh needs: others go on, also those for which it waits."""
+    told, lock, begun = [], threading.Lock(), threading.Event()
 
     def callback(future):
-        try:
-            mesh.run(len, "x")
-        except MeshError as error:
-            told.append(str(error))
-        waiting.set()
+        begun.set()
+        with lock:
+            told.append((future.result(), mesh.run(len, "x")))
 
-    mesh.submit(waits, tmp_path / "go on").add_done_callback(callback)  # called by who adds it, were it over
-    (tmp_path / "go on").touch()
-    assert waiting.wait(HANGS) and "callback of its futures" in told[0]
+    future = mesh.submit(waits, tmp_path / "go on")
+    for one in (callback, lambda _: 1 / 0, callback):
+        future.add_done_callback(one)
+    with lock:
+        (tmp_path / "go on").touch()
+        assert begun.wait(HANGS) and mesh.run(len, "xy") == [2, 2] and not told
+    assert until(lambda: told == 2 * [("done", [1, 1])])
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_many_large_messages_both_ways(mesh):

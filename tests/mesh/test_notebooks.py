@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 from frontend import Kernel, kernel, kernels_are_forks
 from patience import HANGS, end_within, quick, running, slowness
 from scripts import HERE
+
+from spmd import Mesh, spmd
 
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
@@ -304,6 +307,66 @@ def test_a_module_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
         assert book.ok("mesh.run(theirs), mesh.run(len, 'noticed')[0]").result == "([1, 1], 7)"
         write(theirs="answer = 22\n")
         assert book.ok("mesh.reload(), mesh.run(theirs)").result == "(['theirs'], [22, 22])"
+
+
+def test_a_module_that_the_kernel_has_loaded_again(tmp_path: Path) -> None:
+    """By IPython's %autoreload, which may run only the lines that have changed, or by importlib: on the ranks, too."""
+
+    def write(text: str, second: int) -> None:
+        (tmp_path / "model.py").write_text(text)
+        os.utime(tmp_path / "model.py", (second, second))
+
+    begin = int(time.time())
+    write("RATE = 1\n\ndef f(x):\n    return x * RATE\n", begin)
+    look = "float(step(kept)), mesh.run(f, 3), mesh.run(lambda: model.RATE), f(3)"
+    with kernel(tmp_path) as book:
+        book.ok(IMPORTS + "import importlib, model\nfrom model import f\nkept = put(torch.tensor(3.0), mesh=mesh)")
+        book.ok("step = spmd(f, mesh=mesh)\n%load_ext autoreload\n%autoreload 2")
+        assert book.ok(look).result == "(3.0, [3, 3], [1, 1], 3)"
+        write("RATE = 10\n\ndef f(x):\n    return x * RATE\n", begin + 10)
+        for _ in range(2):
+            assert book.ok(look).result == "(30.0, [30, 30], [10, 10], 30)"
+        book.ok("%autoreload 0")
+        write("RATE = 100\n\ndef f(x):\n    return x * RATE, x\n", begin + 20)
+        assert book.ok(look).result == "(30.0, [30, 30], [10, 10], 30)"
+        book.ok("model = importlib.reload(model)")
+        assert book.ok("mesh.run(lambda: model.f(3))").result == "[(300, 3), (300, 3)]"
+        write("RATE = 100\n\ndef f(x):\n    return x +\n", begin + 30)
+        for code in "importlib.reload(model)", "mesh.run(f, 3)", "step(kept)":
+            assert "SyntaxError" in book(code).error
+        write("RATE = 7\n\ndef f(x):\n    return x * RATE\n", begin + 40)
+        book.ok("model = importlib.reload(model)")
+        assert book.ok("mesh.run(lambda: model.RATE)").result == "[7, 7]"
+
+
+def test_a_module_that_only_the_driver_can_load_again(
+    make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks never run old code in silence: each call says that they can't, until they can."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "loaded_here_alone.py"
+    file.write_text("rate = 1\n")
+    module = importlib.import_module("loaded_here_alone")
+    monkeypatch.setitem(sys.modules, "loaded_here_alone", module)
+    mesh = make_mesh({"data": 2})
+
+    def rate() -> int:
+        return importlib.import_module("loaded_here_alone").rate
+
+    try:
+        assert mesh.run(rate) == [1, 1]
+        file.write_text(f"import os\nrate = 22\nif os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\n")
+        importlib.reload(module)
+        for call in lambda: mesh.run(rate), lambda: spmd(rate, mesh=mesh)():
+            for _ in range(2):
+                with pytest.raises(OSError, match="no data here") as caught:
+                    call()
+                notes = "".join(getattr(caught.value, "__notes__", ()))
+                assert sys.version_info < (3, 11) or "could not load loaded_here_alone again" in notes
+        file.write_text("rate = 333\n")
+        assert mesh.run(rate) == [333, 333]
+    finally:
+        mesh.close()
 
 
 # -- notebooks/ --------------------------------------------------------------------------------------------------------

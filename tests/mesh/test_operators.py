@@ -57,7 +57,7 @@ F.conv1d(x[None], torch.ones(2, 4, 3), padding=1); F.conv1d(x[:, None], torch.on
 F.conv1d(x, torch.ones(2, 4, 3)); x.data; x.is_cpu; x.is_cuda
 F.conv_transpose1d(x[None], torch.ones(4, 2, 3), stride=2); F.conv1d(torch.ones(1, 6, 5), x[:, :, None])
 x.sort(1).values; x.topk(2, 1).values; x.tril(); x.triu(); x.diagonal()
-torch.bincount(i.flatten() + 9)
+torch.bincount(i.flatten() + 9); b.byte().any(); b.byte().any(0); b.byte().all(1); b.byte().sum(0, dtype=torch.uint8)
 x.gather(1, i.abs() % 6); x.masked_fill(b, 0.0); x.scatter(1, i.abs() % 6, 0.0); torch.allclose(x, x); torch.equal(x, y)
 x[:, 0] @ x; F.linear(v, x); F.linear(x.t()[:, None, :], x.t(), torch.ones(6)); F.linear(x[:, None], w.t(), v[:4])
 torch.logsumexp(x[:, None], 1, keepdim=True); torch.logsumexp(x, 0, keepdim=True)
@@ -193,6 +193,12 @@ def test_errors_are_those_of_the_whole_values(shared_mesh: Any, capfd: Any) -> N
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_index_for_which_torch_makes_a_tensor_gives_no_advice_about_dtensors(shared_mesh: Any, capfd: Any) -> None:
+    x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
+    assert x[True].shape == (1, 4, 3)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_cut_in_different_ways(shared_mesh: Any) -> None:
     mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
     x, y = put(plain["x"], SPECS["rows"], mesh=mesh), put(plain["y"], SPECS["columns"], mesh=mesh)
@@ -246,6 +252,14 @@ def test_random_functions_agree_on_all_ranks_and_steps_draw_as_before(make_mesh:
     assert torch.equal(draws(operate=True), draws(operate=False))
 
 
+def test_a_generator_of_the_program_would_not_advance(shared_mesh: Any) -> None:
+    """Every call would draw the same numbers."""
+    x, generator = put(torch.full((4,), 0.5), mesh=shared_mesh({"data": 2})), torch.Generator().manual_seed(0)
+    with pytest.raises(SpecError, match=r"bernoulli would draw .* copies of a generator.*leave generator= out"):
+        torch.bernoulli(x, generator=generator)
+    assert x[torch.randperm(4, generator=generator)].shape == (4,)  # no Array among its arguments
+
+
 def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
     mesh = shared_mesh({"data": 2})
     x = put(torch.ones(3), mesh=mesh)
@@ -269,6 +283,28 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
     with pytest.raises(RuntimeError, match="must match"):
         (x + torch.ones(4)).full()
     assert mesh.run(lambda: type(x.local)) == [torch.Tensor] * 2
+
+
+_RUNNING: dict[str, Callable[[Callable, Array], object]] = {
+    "a batch norm": lambda made, x: torch.nn.BatchNorm1d(4)(x),
+    "an instance norm": lambda made, x: torch.nn.functional.instance_norm(
+        x[:, :, None] * x, made(torch.zeros(4)), made(torch.ones(4))
+    ),
+    "an embedding": lambda made, x: torch.nn.functional.embedding(x.long(), made(torch.ones(4, 4)), max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("call", _RUNNING.values(), ids=_RUNNING)
+def test_functions_that_change_what_they_are_given_without_saying_so(shared_mesh: Any, call: Callable) -> None:
+    """Of a cut value ranks change only copies: the next call would not see it, silently."""
+    mesh = shared_mesh({"data": 2})
+    x = put(torch.eye(4), P("data"), mesh=mesh)
+    for spec in (None, P(), P("data")):
+        for _ in range(2):
+            with pytest.raises(SpecError, match=r"in place.*ever changed.*model.eval\(\).*max_norm=.*clone"):
+                call(lambda value, spec=spec: value if spec is None else put(value, spec, mesh=mesh), x).full()
+    norm = torch.nn.BatchNorm1d(4).eval()
+    torch.testing.assert_close(norm(x).full(), norm(torch.eye(4)).detach())
 
 
 def _set_requires_grad(x: Array) -> None:

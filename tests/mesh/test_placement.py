@@ -10,7 +10,7 @@ from scripts import run, script
 
 SPREAD = """
 import os, torch
-from spmd.mesh.rank.cores import _current_core, spread
+from spmd.kernels.processes import _current_core, spread
 torch.set_num_threads(1)
 allowed = sorted(os.sched_getaffinity(0))
 for index in (1, 0, 1):

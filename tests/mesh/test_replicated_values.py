@@ -93,6 +93,7 @@ def test_replicas_along_one_of_two_axes(shared_mesh):
 
 
 LAUNCHED = """
+import enum
 import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -134,6 +135,12 @@ try:
         spmd(f, mesh=mesh, check=check)(dict(pairs))
     elif what == "number":
         step(w, {"x": torch.ones(4), "y": torch.ones(4)}, scale=0.5 + mesh.rank)
+    elif what in ("dtype", "member"):  # of which one rank has seen another before
+        flags = (torch.float32, torch.float64) if what == "dtype" else enum.Enum("Mode", "A B")
+        first, second = flags
+        f = spmd(lambda x, flag: x + 1, mesh=mesh, check=check)
+        for turn in range(5):
+            f(torch.ones(3), second if turn > 2 and mesh.rank == 1 else first)
     elif what == "late":  # a result that differs from the third call on
         differs = spmd(lambda x, turn: x + mesh.rank * (turn.item() > 2), mesh=mesh, check=check)
         for turn in range(1, 5):
@@ -194,6 +201,14 @@ def test_numbers_and_shapes_that_launched_ranks_are_given(tmp_path):
     text = said(tmp_path, "weight")
     assert text.startswith("3 argument 0 of step") and "rank 0: 1.0; rank 1: 2.0" in text
     assert "argument 2 of step" in (text := said(tmp_path, "number")) and "rank 0: 0.5; rank 1: 1.5" in text
+
+
+@pytest.mark.parametrize(
+    ("what", "got"), [("dtype", "rank 0: torch.float32; rank 1: torch.float64"), ("member", "rank 0: 'A'; rank 1: 'B'")]
+)
+def test_flags_that_launched_ranks_are_given(tmp_path, what, got):
+    text = said(tmp_path, what)
+    assert text.startswith("argument 1 of <lambda> should be the same on all ranks, and is not") and got in text
 
 
 def test_the_order_of_keys_that_launched_ranks_are_given(tmp_path):

@@ -415,6 +415,23 @@ def test_a_batch_that_cannot_be_read_again_at_once(mesh: Mesh, tmp_path: Path) -
         assert sorted(batch.full().tolist()) == [*range(8)]
 
 
+def test_an_error_that_nobody_has_seen_is_raised_by_a_resize_as_it_is(mesh: Mesh) -> None:
+    """And not as what the operating system refuses to the mesh."""
+
+    @spmd(mesh=mesh)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if float(x) > 1:
+            raise FileNotFoundError("no data.csv")
+        return x
+
+    for value in (0.0, 1.0, 2.0):  # the last one goes on while the program does
+        step(torch.tensor(value))
+    with pytest.raises(FileNotFoundError, match=r"no data\.csv"):
+        mesh.resize({"data": 3})
+    mesh.resize({"data": 3})
+    assert mesh.size == 3
+
+
 def test_two_threads_resize_at_once(mesh: Mesh) -> None:
     """Both have their ranks ready, and wait for the old ones to be idle."""
     x = put(torch.arange(12.0), P("data"), mesh=mesh)
@@ -467,6 +484,17 @@ def test_ranks_that_there_were_when_a_call_began(mesh: Mesh, ranks: list[int] | 
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("operation", [torch.sum, lambda a: torch.sum(a + 0), lambda a: torch.sum(a[1:]), torch.mean])
+def test_torch_functions_of_arrays_at_the_switch(mesh: Mesh, operation: Callable[[Any], Any]) -> None:
+    """How such a function runs depends on how its Arrays are cut, which changes as the call itself switches."""
+    whole = torch.arange(12.0)
+    value, found = put(whole, P("data"), mesh=mesh), []
+    mesh.resize({"data": 5}, wait=False)
+    assert until(lambda: found.append(float(operation(value))) or mesh.size == 5)
+    assert {*found} == {float(operation(whole))}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_values(mesh: Mesh) -> None:
     whole = torch.eye(500)
     values = [put(whole.to_sparse(), mesh=mesh), put(whole.to_sparse_csr(), mesh=mesh)]

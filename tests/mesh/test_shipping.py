@@ -15,6 +15,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from scripts import run, script
 
 from spmd import Mesh, MeshError, put, spmd
 from spmd.mesh.driver import snapshot as shipping
@@ -334,6 +335,49 @@ def test_objects_of_ctypes(shared_mesh):
         function = eval(f"lambda: {name}", {name: what})
         with pytest.raises(MeshError, match=f"'{name}', used in .*ctypes that can't be imported.*mesh.remote"):
             mesh.run(function)
+
+
+SCRIPT = """
+import functools
+from spmd import Mesh
+
+made = []
+
+class Table:
+    @functools.cached_property
+    def rows(self):
+        made.append(1)
+        return [1, 2]
+
+@functools.singledispatch
+def depth(x):
+    return 0
+
+@depth.register
+def _(x: list):
+    return 1 + max(map(depth, x))
+
+class Kinds:
+    @functools.singledispatchmethod
+    def of(self, x):
+        return "any"
+
+    @of.register
+    def _(self, x: int):
+        return "a number in " + self.of([x])
+
+mesh, table = Mesh({"data": 2}), Table()
+print(mesh.run(lambda: (table.rows is table.rows, len(made), depth([[1], [[2]]]), Kinds().of(1)))[1])
+table.rows.append(3)
+depth.register(set, lambda x: 7)
+print(mesh.run(lambda: (table.rows, len(made), depth(set())))[1])
+"""
+
+
+def test_what_functools_makes_in_classes_of_the_script(tmp_path):
+    """A cached property has a lock, before Python 3.12, and a function for several types weak references."""
+    status, out, err = run(script(tmp_path, SCRIPT))
+    assert (status, out) == (0, "(True, 1, 3, 'a number in any')\n([1, 2, 3], 1, 7)\n"), err
 
 
 def test_where_the_part_lies_that_cannot_be_pickled():

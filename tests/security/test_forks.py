@@ -272,6 +272,37 @@ def test_child_of_the_driver(hosts: str | None) -> None:
         assert value.full().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+LEFT = """
+import os, time
+from pathlib import Path
+from spmd import Mesh
+
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z"]
+
+def forked_by(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [child for child in children if state(child)[0] != "Z"]
+
+with Mesh({"data": 2}) as mesh:
+    zygote, = {state(pid)[1] for pid in mesh.run(os.getpid)}
+    child = os.fork()
+    if child == 0:
+        time.sleep(3600)
+    before = len(forked_by(zygote))
+print(before, len(forked_by(zygote)))
+os.kill(child, 9)
+"""
+
+
+def test_a_child_does_not_hold_up_the_end_of_its_parents_mesh(tmp_path: Path) -> None:
+    """It has the sockets of the mesh, too, so that closing these alone does not end what stands by to fork ranks."""
+    assert run(script(tmp_path, LEFT))[:2] == (0, "3 0\n")
+
+
 ENDS = """
 import os, sys
 from spmd import Mesh

@@ -24,8 +24,9 @@ from spmd.kernels.network.mailbox import Mailbox
 
 MUTATIONS = 1000
 OVER_SOCKETS = 40
-BODIES = [b"", b"a", bytes(range(256)) * 3, struct.pack("<3f", 1, 2, 3), b"y" * 1024, b"z" * 1025]
-SENT = [(0, tag, body) for tag, body in enumerate(BODIES)]
+BODIES = [b"", b"a", bytes(range(256)) * 3, struct.pack("<3f", 1, 2, 3), b"y" * 1016, b"z" * 1017]
+STAMP = 0x0102030405060708
+SENT = [(0, tag, body, STAMP) for tag, body in enumerate(BODIES)]
 HEAD = struct.Struct("<qQ")
 HELLO_BYTES = 8 + CODE_BYTES
 EXTREMES = [0, 1, 2**31, 2**40, 2**62, 2**63, 2**64 - 1]
@@ -58,16 +59,16 @@ def frames_sent(to: Mailbox, secret: bytes, *, as_group: str = "group") -> list[
             assert until(lambda: sender.connected(1))
             for tag, body in enumerate(BODIES):
                 data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else torch.empty(0).byte()
-                sender.post(data, 1, tag)
+                sender.post(data, 1, tag, STAMP)
         finally:
             sender.close()
         with connection:
             data = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     pieces = [data[:HELLO_BYTES]]
     rest = data[HELLO_BYTES:]
-    coded = CODE_BYTES if len(rest) > sum(HEAD.size + len(body) for body in BODIES) else 0
-    for body in BODIES:
-        for length in (HEAD.size + (coded if len(body) > 1024 else 0), len(body) + coded):
+    coded = CODE_BYTES if len(rest) > sum(HEAD.size + 8 + len(body) for body in BODIES) else 0
+    for nbytes in (8 + len(body) for body in BODIES):  # with the stamp
+        for length in (HEAD.size + (coded if nbytes > 1024 else 0), nbytes + coded):
             pieces.append(rest[:length])
             rest = rest[length:]
     assert not rest
@@ -109,10 +110,10 @@ def mutated(frames: list[bytes], strange: list[bytes], draw: random.Random) -> b
     return b"".join(frames)
 
 
-def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes]]:
+def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes, int]]:
     """What a mailbox takes from a connection on which this comes."""
     to._admitted.clear()
-    inbox: list[tuple[int, int, torch.Tensor]] = []
+    inbox: list[tuple[int, int, torch.Tensor, int]] = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -122,7 +123,7 @@ def read_back(to: Mailbox, stream: bytes) -> list[tuple[int, int, bytes]]:
         with contextlib.suppress(Changed):
             while incoming.read():
                 pass
-    return [(source, tag, body.numpy().tobytes()) for source, tag, body in inbox]
+    return [(source, tag, body.numpy().tobytes(), stamp) for source, tag, body, stamp in inbox]
 
 
 def test_mutations_of_messages_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +133,7 @@ def test_mutations_of_messages_between_hosts(monkeypatch: pytest.MonkeyPatch) ->
     with opened(store_of(secret), 1) as to:
         honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
         other = frames_sent(to, secret, as_group="another group")
-        assert len(honest[1]) == HEAD.size and len(honest[2]) == CODE_BYTES
+        assert len(honest[1]) == HEAD.size and len(honest[2]) == 8 + CODE_BYTES
         assert read_back(to, b"".join(honest)) == SENT
         longest = 0
         for number in range(MUTATIONS):
@@ -150,7 +151,7 @@ def test_mutations_of_hellos() -> None:
     secret, draw = b"the secret of the job", random.Random(1)
     with opened(store_of(secret), 1) as to:
         honest, strange = frames_sent(to, secret), frames_sent(to, b"the secret of another job")
-        assert len(honest[1]) == HEAD.size and honest[2] == b""
+        assert len(honest[1]) == HEAD.size and len(honest[2]) == 8
         assert read_back(to, b"".join(honest)) == SENT
         for number in range(MUTATIONS):
             hello = mutated(honest[:1], strange[:1], draw)
@@ -174,13 +175,13 @@ def test_mutations_over_sockets() -> None:
             with contextlib.suppress(OSError):
                 stranger.sendall(stream)
             if number == 0:  # the real peer is known from now on, and what it has said helps nobody
-                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number)
+                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number, STAMP)
                 assert until(lambda: len(to.inbox) == 1)
             else:
-                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number)
-        sender.post(torch.zeros(1, dtype=torch.uint8), 1, 99)
+                sender.post(torch.full((3,), number, dtype=torch.uint8), 1, number, STAMP)
+        sender.post(torch.zeros(1, dtype=torch.uint8), 1, 99, STAMP)
         assert until(lambda: to.inbox and to.inbox[-1][1] == 99)
-        assert all(source == 0 and (tag == 99 or body.tolist() == [tag] * 3) for source, tag, body in to.inbox)
+        assert all(source == 0 and (tag == 99 or body.tolist() == [tag] * 3) for source, tag, body, _ in to.inbox)
         to.check()
 
 
@@ -198,7 +199,8 @@ def test_a_change_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch, place: int
             assert until(lambda: to._failure is not None)
         with pytest.raises(PeerLost, match=r"got a message from rank 0 that is not what it has sent.*security\.md"):
             to.check()
-        assert [(source, tag, body.numpy().tobytes()) for source, tag, body in to.inbox] == SENT[: (place - 1) // 2]
+        come = [(source, tag, body.numpy().tobytes(), stamp) for source, tag, body, stamp in to.inbox]
+        assert come == SENT[: (place - 1) // 2]
 
 
 def test_a_thread_that_has_died_is_told_at_once(make_mesh: Any) -> None:
@@ -243,7 +245,7 @@ def test_strangers_make_room_for_the_next() -> None:
         assert until(lambda: kept() <= 32, 30.0)
         sender = stack.enter_context(opened(store, 0))
         assert until(lambda: sender.connected(1))
-        sender.post(torch.ones(3).view(torch.uint8), 1, 7)
+        sender.post(torch.ones(3).view(torch.uint8), 1, 7, STAMP)
         assert until(lambda: to.inbox)
 
 
@@ -294,9 +296,10 @@ def test_no_message_is_lost_with_a_connection() -> None:
         connection = dialled()
         connection.sendall(sender._welcome(number, 0, 1))
         assert until(lambda: sender.connected(1))
-        assert until(lambda: sender.post(torch.zeros(3, dtype=torch.uint8), 1, 7).sent)
+        assert until(lambda: sender.post(torch.zeros(3, dtype=torch.uint8), 1, 7, STAMP).sent)
         assert len(connection.recv(HELLO_BYTES, socket.MSG_WAITALL)) == HELLO_BYTES
-        assert connection.recv(HEAD.size + 3, socket.MSG_WAITALL) == HEAD.pack(7, 3) + bytes(3)
-        long = sender.post(torch.zeros(64 << 20, dtype=torch.uint8), 1, 8)
+        whole = HEAD.pack(7, 11) + struct.pack("<Q", STAMP) + bytes(3)
+        assert connection.recv(len(whole), socket.MSG_WAITALL) == whole
+        long = sender.post(torch.zeros(64 << 20, dtype=torch.uint8), 1, 8, STAMP)
         connection.close()
         assert until(lambda: long.lost) and not long.sent

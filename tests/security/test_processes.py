@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fork_server import ForkServer
-from patience import HANGS, end_within
+from patience import HANGS, end_within, until
 from scripts import run, script, started, two_ranks
 
 from spmd import Mesh, MeshError, restore, save
@@ -120,6 +120,29 @@ time.sleep(1000)
     assert end_within(30.0, pids), "programs that ranks have started outlive their driver"
 
 
+@pytest.mark.parametrize("end", ["mesh.close()", "os.kill(mesh.run(os.getpid)[0], 9)", "os.kill(os.getpid(), 9)"])
+def test_what_ranks_leave_in_dev_shm_is_removed(server: ForkServer, end: str) -> None:
+    """As in one process, where Python's own resource tracker does it, and outlives those that it serves."""
+    code = f"""
+import os, sys
+from spmd import Mesh
+
+def make():
+    from multiprocessing import get_context, shared_memory
+    sys.kept = shared_memory.SharedMemory(create=True, size=8), get_context("spawn").Lock()
+    return sys.kept[0].name, sys.kept[1]._semlock.name
+
+mesh = Mesh({{"data": 1}})
+print(*mesh.run(make)[0], flush=True)
+{end}
+"""
+    with server.start(code, environ=os.environ) as program:
+        names = program.communicate()[0].split()
+    assert len(names) == 2
+    paths = [Path("/dev/shm", names[0]), Path("/dev/shm", f"sem.{names[1].removeprefix('/')}")]
+    assert until(lambda: not any(path.exists() for path in paths), 60)
+
+
 def descriptors(pid: int) -> list[str]:
     found = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -162,6 +185,35 @@ except MeshError as error:
 """
     out, err = server.start(code, environ=os.environ).communicate()
     assert re.search(named, out), out + err
+
+
+def test_limits_that_a_resize_meets_are_named(server: ForkServer) -> None:
+    code = """
+import os, resource, threading
+from spmd import Mesh, MeshError
+
+def refused():
+    try:
+        mesh.resize({"data": 2})
+    except MeshError as error:
+        print(error)
+
+mesh, most = Mesh({"data": 1}), resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, most[1]))
+refused()
+resource.setrlimit(resource.RLIMIT_NOFILE, most)
+start = threading.Thread.start
+
+def none(_):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = none
+refused()
+threading.Thread.start = start
+mesh.resize({"data": 2})
+print(mesh.run(lambda: mesh.rank))
+"""
+    out, err = server.start(code, environ=os.environ).communicate()
+    assert re.fullmatch("a mesh needs .*RLIMIT_NOFILE.*\na mesh needs .*RLIMIT_NPROC.*\n\\[0, 1\\]\n", out), out + err
 
 
 def test_gloo_leaves_the_sockets_of_others_alone(make_mesh: Any) -> None:

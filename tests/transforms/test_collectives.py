@@ -28,6 +28,7 @@ from spmd import (
     ppermute,
     psum,
     psum_scatter,
+    spmd,
 )
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -359,6 +360,7 @@ MISTAKES = {  # and what the message must say
     "dim too large": (lambda x: all_gather(x, "data", dim=3), ('all_gather got a bad "dim"', "-3 to 2", "3")),
     "tiled dim too large": (lambda x: all_gather(x, "data", dim=2, tiled=True), ("-2 to 1",)),
     "no dimension": (lambda x: all_gather(x.sum(), "data", tiled=True), ("at least one dimension",)),
+    "dim for tiled": (lambda x: all_gather(x, "data", dim=True), ('all_gather got a bad "dim"', "-3 to 2", "True")),
     "dim too small": (lambda x: psum_scatter(x, "data", dim=-3), ('psum_scatter got a bad "dim"', "-3")),
     "another size": (lambda x: psum_scatter(x, "data", dim=1), ("dimension 1 does not fit the axis", "size 3")),
     "indivisible": (lambda x: psum_scatter(x, "data", dim=1, tiled=True), ("a multiple of 2", "size 3")),
@@ -390,6 +392,16 @@ def test_mistakes_are_told_and_leave_the_region_in_order(shared_mesh):
         assert ranks == 2
         for name, (_, parts) in MISTAKES.items():
             assert all(part in texts[name] for part in parts), (name, texts[name])
+
+
+@on_both
+def test_pairs_that_each_rank_makes_of_its_own_index_are_told(shared_mesh, backend):
+    def step():
+        index = axis_index("data")
+        return ppermute(torch.ones(2), "data", [(index, 1 - index)])
+
+    with pytest.raises(CollectiveMismatch, match=r"as ppermute.*give all ranks the same perm, .*without axis_index"):
+        shared_mesh({"data": 2}, backend).run(step)
 
 
 @on_both
@@ -562,6 +574,23 @@ def test_torch_func_grad_jvp_and_their_batches_through_a_collective(shared_mesh)
 
     for results in shared_mesh({"data": 2}).run(body):
         assert all(results.values()), results
+
+
+def test_gradients_for_many_rows_at_once(shared_mesh):
+    """By torch.func, and not by torch.autograd.grad's older kind of vmap."""
+
+    def f(x):
+        return psum((1.0 + axis_index("data")) * x.sin(), "data")
+
+    def by_autograd(x):
+        return torch.autograd.functional.jacobian(f, x, vectorize=True)
+
+    x = torch.arange(3.0)
+    mesh = shared_mesh({"data": 2})
+    found = spmd(torch.func.jacfwd(f), mesh=mesh)(x).full()
+    assert torch.allclose(found, torch.diag(3 * x.cos()))
+    with pytest.raises(SpecError, match=r"gradient of psum.*is_grads_batched=True.*torch.func.jacfwd"):
+        spmd(by_autograd, mesh=mesh)(x)
 
 
 @on_both

@@ -596,6 +596,17 @@ def test_leaves_computed_in_the_region_are_replicas_if_their_bits_agree(shared_m
     assert shared_mesh({"data": 2}).run(body) == [[8.0, 1.5, 4.0], [8.0, 2.5, 4.0]]
 
 
+def test_leaves_whose_bits_agree_on_some_ranks_are_parts_on_all(shared_mesh):
+    mesh = shared_mesh({"data": 2, "model": 2})
+
+    @spmd(mesh=mesh, in_specs=P(("data", "model")), out_specs=P(("data", "model")))
+    def step(x):
+        w = torch.full((1,), float(mesh.rank == 3))  # the same on ranks 0, 1 and 2
+        return grad(lambda w: (w * x).sum())(w)
+
+    assert step(torch.arange(4.0)).full().tolist() == [0.0, 0.25, 0.5, 0.75]
+
+
 def test_a_part_that_agrees_by_chance_is_refused(shared_mesh):
     """Each rank's columns of a weight, and its part of a bias that is zero: whose gradient must not be summed."""
     x, weights = torch.ones(2, 3), {"w": torch.arange(12.0).view(3, 4), "b": torch.zeros(4)}
@@ -615,6 +626,37 @@ def test_a_part_that_agrees_by_chance_is_refused(shared_mesh):
         step(weights, False)
     expected = grad(lambda p: (x @ p["w"] + p["b"]).square().mean())(weights)["b"]
     assert step(weights, True).full().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_a_part_that_agrees_by_chance_on_a_later_call_is_refused(shared_mesh, check):
+    """What differed on the first call, as a part of the data does, may be the same later."""
+    cut = P("data", "model")
+
+    def step_that(declares):
+        def step(w, x):
+            part = Sharded(x * 2, cut) if declares else x * 2
+            part, whole = grad(lambda part, whole: (part * whole).square().sum(), (0, 1))(part, w * 2)
+            first, _ = [grad(lambda h: (h * w).sum())(h) for h in (w + 1, w * x)]  # of which one differs
+            return Sharded(part.local if declares else part, cut), whole, first
+
+        return spmd(step, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=(P(), cut), check=check)
+
+    def compare(step, x):
+        part, whole, first = step(torch.tensor(3.0), x)
+        assert torch.equal(part.full(), 2 * 2 * x * 6**2 / 4)
+        assert whole.item() == 2 * 6 * (2 * x).square().sum() / 4 and first.item() == 3.0
+
+    different, alike = torch.arange(4.0).view(2, 2), torch.tensor([[1.0, 1.0], [5.0, 5.0]])
+    step = step_that(declares=True)
+    for x in (different, alike, torch.ones(2, 2), different):
+        compare(step, x)
+    step = step_that(declares=False)
+    compare(step, different)
+    text = r"along 'model': its values agree, and it differed on the first.*argument \[0\], \[1, 1\].*Sharded"
+    with pytest.raises(SpecError, match=text):
+        compare(step, alike)
+    compare(step, different)
 
 
 def test_a_replica_changed_in_place_is_none_any_more(shared_mesh):
@@ -772,6 +814,12 @@ def test_the_name_and_signature_of_the_function_stay():
 def test_what_is_no_scalar_is_refused(f, text):
     with pytest.raises(SpecError, match=f"must return a scalar to be differentiated.*{text}"):
         grad(f)(torch.ones(3))
+
+
+def test_argnums_of_true_is_not_the_second_argument():
+    for transform in (grad, value_and_grad):
+        with pytest.raises(SpecError, match=r"got a bad argnums.*got True.*write has_aux=True"):
+            transform(lambda a, b: (a * b).sum(), True)(torch.ones(2), torch.ones(2))
 
 
 def test_a_value_with_one_element_will_do():

@@ -62,6 +62,14 @@ def accepted(mesh: Mesh, body, *args, in_specs=CUT, **options):
     return spmd(body, mesh=mesh, in_specs=in_specs, **options)(*args)
 
 
+def test_a_forgotten_psum_behind_a_flag_is_refused(mesh):
+    """With a driver only the first value of a flag was followed."""
+    step = spmd(lambda x, how: psum(x.sum(), "data") if how == "sum" else x.sum(), mesh=mesh, in_specs=(CUT, None))
+    assert float(step(ONES, "sum")) == 16.0
+    with pytest.raises(SpecError, match="may differ between ranks"):
+        step(ONES, "mean")
+
+
 def test_a_forgotten_psum_is_refused_where_values_agree(mesh):
     def step(x):
         half = x.sum() / 2
@@ -241,6 +249,7 @@ BODIES = {
     "function": lambda x: Double.apply(x),
     "vmap": lambda x: torch.func.vmap(lambda row: row * 2)(x),
     "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+    "jvp beside a constant": lambda x: torch.func.jvp(lambda y: torch.add(y, torch.ones(4), alpha=2), (x,), (x,))[1],
     "func.grad": lambda x: torch.func.grad(lambda y: (y**2).sum())(x),
     "backward": lambda x: torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0],
     "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),

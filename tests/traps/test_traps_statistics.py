@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd import Mesh, all_gather, data_parallel, grad, mean_of, pmean, spmd, value_and_grad
+from spmd import Mesh, all_gather, axis_size, data_parallel, grad, mean_of, pmean, psum, spmd, value_and_grad
 
 generator = torch.Generator().manual_seed(0)
 PARAMS = {"w": torch.randn(6, 3, generator=generator)}
@@ -284,3 +284,46 @@ def test_a_gradient_for_all_within_another(mesh: Mesh) -> None:
         return grad(inner)(p, b["x"])["w"].square().sum()
 
     assert warned(mesh, lambda p, b: value_and_grad(penalty)(p, b)) == []
+
+
+# -- sums over ranks of each one's mean --------------------------------------------------------------------------------
+
+
+def cross_entropy(w, b, **options):
+    return F.cross_entropy(b["x"] @ w, b["y"], **options)
+
+
+SUMMED_MEANS = {
+    "a loss": lambda w, b: psum(cross_entropy(w, b), "data") / axis_size("data"),
+    "a loss, divided before": lambda w, b: psum(cross_entropy(w, b) / axis_size("data"), "data"),
+    "a loss with a penalty": lambda w, b: psum(cross_entropy(w, b) + 0.1 * w.square().sum(), "data") / 2,
+    "a metric": lambda w, b: psum(((b["x"] @ w).argmax(1) == b["y"]).float().mean(), "data") / 2 + w.sum(),
+    "statistics of a batch norm": lambda w, b: (psum(b["x"].mean(0), "data") / 2).sum() + w.sum(),
+}
+TAKEN_RIGHT = {
+    "pmean": lambda w, b: pmean(cross_entropy(w, b), "data"),
+    "a sum and a count": lambda w, b: psum(cross_entropy(w, b, reduction="sum"), "data") / psum(len(b["x"]), "data"),
+    "weighted by hand": lambda w, b: psum(cross_entropy(w, b) * len(b["x"]), "data") / psum(len(b["x"]), "data"),
+    "sums of means over features": lambda w, b: (
+        psum(b["x"].mean(1).sum(), "data") / psum(len(b["x"]), "data") + w.sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("summed", SUMMED_MEANS.values(), ids=SUMMED_MEANS)
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_means_of_one_rank_that_are_summed(shared_mesh, summed, differentiated):
+    """They are those of the batch until one comes that does not divide by the ranks."""
+    take = value_and_grad(summed) if differentiated else lambda w, b: (summed(w, b), 0)
+    step = spmd(data_parallel(lambda w, batch: take(w, batch)), mesh=shared_mesh({"data": 2}))
+    with pytest.warns(UserWarning, match=r"means over the samples of each rank along 'data'.*write pmean\(x, 'data'\)"):
+        step(torch.ones(3, 2), {"x": torch.randn(8, 3), "y": torch.arange(8) % 2})
+
+
+@pytest.mark.parametrize("loss_fn", TAKEN_RIGHT.values(), ids=TAKEN_RIGHT)
+def test_means_over_the_ranks_that_are_right(shared_mesh, loss_fn):
+    step = spmd(data_parallel(lambda w, batch: value_and_grad(loss_fn)(w, batch)[0]), mesh=shared_mesh({"data": 2}))
+    alone = spmd(data_parallel(lambda w, batch: value_and_grad(loss_fn)(w, batch)[0]), mesh=shared_mesh({"data": 1}))
+    for count in (8, 7):
+        arguments = torch.ones(3, 2), {"x": torch.randn(count, 3), "y": torch.arange(count) % 2}
+        torch.testing.assert_close(step(*arguments).full(), alone(*arguments).full())

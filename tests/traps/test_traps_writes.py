@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,20 @@ import torch
 from scripts import launched, run, script
 from torch import Tensor, nn
 
-from spmd import Mesh, P, SpecError, SpmdError, data_parallel, ema, functional, optimizer, put, spmd, value_and_grad
+from spmd import (
+    Mesh,
+    P,
+    SpecError,
+    SpmdError,
+    data_parallel,
+    ema,
+    functional,
+    optimizer,
+    pmean,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 X = torch.arange(4.0)
 
@@ -465,6 +479,65 @@ def test_new_parameters_that_are_assigned(mesh: Mesh, recwarn: pytest.WarningsRe
         spmd(data_parallel(step), mesh=mesh)(params, X, False)
 
 
+def append(x: torch.Tensor, log: list) -> torch.Tensor:
+    log.append(x.sum())
+    return log[-1]
+
+
+def count(x: torch.Tensor, state: dict) -> torch.Tensor:
+    state["step"] += 1
+    return x
+
+
+def note(x: torch.Tensor, stats: dict) -> torch.Tensor:
+    stats["sum"] = x.sum()
+    return x
+
+
+def cache(x: torch.Tensor, found: dict) -> torch.Tensor:
+    found["x"] = 2 * x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("body", "argument", "problem"),
+    [
+        (append, [], "append adds to its argument 1,"),
+        (append, [torch.ones(())], "append adds to its argument 1,"),
+        (count, {"step": 0}, r"count gives its argument 1\['step'\] another value,"),
+        (note, {"n": 1}, "note adds to its argument 1,"),
+        (cache, {}, "cache adds to its argument 1,"),
+    ],
+    ids=["append", "append another", "count", "note", "cache"],
+)
+def test_entries_that_are_added_to_an_argument(mesh: Mesh, body: Any, argument: Any, problem: str) -> None:
+    with pytest.warns(UserWarning, match=problem + " and does not return it: the caller never sees it"):
+        spmd(body, mesh=mesh)(X, argument)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spmd(lambda x, its: (body(x, its), its), mesh=mesh)(X, argument)
+        spmd(lambda x, its: (body(x, its), copied(its)), mesh=mesh)(X, argument)
+    assert not caught
+
+
+def copied(entries: Any) -> Any:
+    return [*entries] if isinstance(entries, list) else {**entries, "also": 1.0}
+
+
+def test_entries_that_a_body_adds_for_itself(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """To its batch, of what it was given, or not for long."""
+
+    def body(params, batch, stack):
+        batch["positive"], batch["count"] = batch["x"] > 0, batch["x"].sum()
+        params["head"] = params["w"]
+        params["double"] = 2 * params["w"]
+        stack.append(batch.pop("y"))
+        return params["double"].sum() + len(stack.pop())
+
+    spmd(data_parallel(body), mesh=mesh)({"w": torch.ones(2)}, {"x": X, "y": X.clone()}, [torch.ones(2)])
+    assert not recwarn.list
+
+
 def test_an_update_that_is_skipped(mesh: Mesh) -> None:
     opt = optimizer(torch.optim.AdamW, lr=0.1)
     params = {"w": torch.ones(1)}
@@ -477,6 +550,95 @@ def test_an_update_that_is_skipped(mesh: Mesh) -> None:
         return new if loss < 0 else (params, state)
 
     assert step(params, opt.init(params), X)[0]["w"].item() == 1
+
+
+def train(step: Callable, params: Any, state: Any, batch: Tensor, way: str) -> tuple[Any, Any]:
+    """One step; the parameters and state that the program goes on with."""
+    if way == "alone":
+        step(params, state, batch)
+    elif way == "by name":
+        step(batch=batch, params=params, opt_state=state)
+    elif way == "only the loss":
+        _, _, loss = step(params, state, batch)
+        assert loss.ndim == 0
+    else:
+        params, state, _ = step(params, state, batch)
+    return params, state
+
+
+def new_step(mesh: Mesh) -> tuple[Callable, Any, Any]:
+    """A training step, with parameters and the state of its optimizer."""
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, opt_state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        return *opt.step(params, grads, opt_state), loss
+
+    params = {"w": torch.ones(2)}
+    return step, params, opt.init(params)
+
+
+@pytest.mark.parametrize("way", ["alone", "by name", "only the loss"])
+def test_results_that_the_program_drops(mesh: Mesh, way: str) -> None:
+    step, params, state = new_step(mesh)
+    with pytest.warns(UserWarning, match=r"step returns new values of params, opt_state, and this program drops them"):
+        for _ in range(4):
+            train(step, params, state, X.clone(), way)
+
+
+def test_results_that_another_call_uses(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """As of steps for a few samples each, from the same parameters."""
+    step, params, state = new_step(mesh)
+    evaluate = spmd(data_parallel(lambda params, batch: pmean(loss_fn(params, batch), "data")), mesh=mesh)
+    for _ in range(5):
+        evaluate(step(params, state, X.clone())[0], X)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("ways", [["assigned"] * 5, ["alone"] * 2 + ["assigned"] * 3, ["the same batch"] * 5], ids=str)
+def test_results_that_the_program_uses(mesh: Mesh, recwarn: pytest.WarningsRecorder, ways: list[str]) -> None:
+    """Nor are they in the first two batches of a program that warms up, and in one that measures time."""
+    step, params, state = new_step(mesh)
+    for way in ways:
+        if way == "the same batch":
+            step(params, state, X)
+        else:
+            params, state = train(step, params, state, X.clone(), way)
+    assert not recwarn.list
+
+
+def test_an_evaluation_by_a_step_that_can_train(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """Its parameters are what they were, so nothing is dropped; when it trains, they are not."""
+    opt = optimizer(torch.optim.AdamW, lr=0.1)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, opt_state, batch, train):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        return *(opt.step(params, grads, opt_state) if train else (params, opt_state)), loss
+
+    params = {"w": torch.ones(2)}
+    state = opt.init(params)
+    for _ in range(12):
+        step(params, state, X.clone(), False)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="this program drops them"):
+        for _ in range(12):
+            step(params, state, X.clone(), True)
+
+
+def test_what_cannot_be_compared_is_dropped(mesh: Mesh) -> None:
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, state, batch):
+        return params, state, pmean(batch.mean(), "data")
+
+    params, state = {"w": torch.ones(3).to_sparse()}, {"m": torch.ones(3)}
+    with pytest.warns(UserWarning, match="this program drops them"):
+        for _ in range(5):
+            step(params, state, X.clone())
 
 
 def test_a_module_given_to_an_optimizer_s_step() -> None:

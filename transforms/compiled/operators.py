@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...kernels.call import labelled
 from ...kernels.communicator import Communicator
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.region import require
 from .._named_axes import group
@@ -36,12 +36,10 @@ def _communicator(name: str, axes: Sequence[str], size: int) -> Communicator:
     comm = group(name, tuple(axes))[1]
     if comm.size != size:
         raise SpecError(
-            message(
-                f"{name} was compiled for another mesh",
-                got=f"{comm.size} ranks along {tuple(axes)}",
-                expected=size,
-                remedy="torch.compiler.reset(), or compile a function of its own for each mesh",
-            )
+            f"{name} was compiled for another mesh",
+            got=f"{comm.size} ranks along {tuple(axes)}",
+            expected=size,
+            remedy="torch.compiler.reset(), or compile a function of its own for each mesh",
         )
     return comm
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...kernels import torch_compiled
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from .._call import Call
 from ..first_call.samples import nodes
 
@@ -32,12 +32,10 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
         return
     if any(type(node).__name__ == _NODE for node in nodes(value.grad_fn)):
         raise SpecError(
-            message(
-                f"{call.name} is computed of a gradient of a compiled function, and graphs of torch.compile can't be "
-                "differentiated twice",
-                where=call.where,
-                remedy='do not compile what is differentiated twice, or compile it with backend="eager"; '
-                "detach() the gradient if it is to be a constant",
-            )
+            f"{call.name} is computed of a gradient of a compiled function, and graphs of torch.compile can't be "
+            "differentiated twice",
+            where=call.where,
+            remedy='do not compile what is differentiated twice, or compile it with backend="eager"; '
+            "detach() the gradient if it is to be a constant",
         )
     looked_at.add(key)

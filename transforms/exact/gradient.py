@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.region import Region, carry_of, generators
 from ...mesh.replication.net import differs_over
@@ -54,7 +54,7 @@ def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, arg
         problem = f"grad of {name} under data_parallel(shards=) is part of another gradient's graph"
         remedy = "differentiate the whole in one value_and_grad, with axes=() in the inner one"
     if problem:
-        raise SpecError(message(problem, where=region.session.where(), remedy=remedy))
+        raise SpecError(problem, where=region.session.where(), remedy=remedy)
     return True
 
 
@@ -73,12 +73,10 @@ class Exact:
         for argument in call.arguments:
             if _is_summed(argument) and virtual.axis not in argument.reduce:
                 raise SpecError(
-                    message(
-                        f"grad of {call.name} under data_parallel(shards=) is by a value that differs over "
-                        f"{virtual.axis!r} and is not the batch",
-                        got=f"{argument.leaf.dtype} {tuple(argument.leaf.shape)}",
-                        remedy="differentiate by what is the same on all ranks, or by the batch",
-                    )
+                    f"grad of {call.name} under data_parallel(shards=) is by a value that differs over "
+                    f"{virtual.axis!r} and is not the batch",
+                    got=f"{argument.leaf.dtype} {tuple(argument.leaf.shape)}",
+                    remedy="differentiate by what is the same on all ranks, or by the batch",
                 )
         solution = _Solution(call, region, virtual)
         state = generators()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.region import Region, carry_of
 from ...mesh.replication.net import differs_over, mark
@@ -63,11 +63,9 @@ class Results:
         assert self._aux is not None
         if made.treedef != self._aux.treedef:
             raise SpecError(
-                message(
-                    "aux has another structure in some virtual shards",
-                    got=f"{made.treedef} and {self._aux.treedef}",
-                    where=self._region.session.where(),
-                )
+                "aux has another structure in some virtual shards",
+                got=f"{made.treedef} and {self._aux.treedef}",
+                where=self._region.session.where(),
             )
         if self._count is None or out.count is None:
             self._sums.fill(self._value, out.value.detach() * weight)
@@ -82,12 +80,10 @@ class Results:
                 its.pieces.append(leaf.detach().clone())
             elif leaf is not its.first and token(leaf, None) != token(its.first, None):
                 raise SpecError(
-                    message(
-                        f"aux{its.path} differs between virtual shards and cannot be averaged",
-                        got=f"{shown(its.first)} and {shown(leaf)}",
-                        where=self._region.session.where(),
-                        remedy="return a float, or wrap it in Sharded(value, spec)",
-                    )
+                    f"aux{its.path} differs between virtual shards and cannot be averaged",
+                    got=f"{shown(its.first)} and {shown(leaf)}",
+                    where=self._region.session.where(),
+                    remedy="return a float, or wrap it in Sharded(value, spec)",
                 )
 
     def take_structure(self, out: Output, notes: list[Any]) -> None:
@@ -125,11 +121,9 @@ class Results:
                 its.dim = dims[index]
                 if leaf.dim() <= its.dim:
                     raise SpecError(
-                        message(
-                            f"aux{its.path} differs between virtual shards and has no dimension to lay them end to end",
-                            got=f"shape {tuple(leaf.shape)}",
-                            remedy="give it one, or return a float, which is averaged",
-                        )
+                        f"aux{its.path} differs between virtual shards and has no dimension to lay them end to end",
+                        got=f"shape {tuple(leaf.shape)}",
+                        remedy="give it one, or return a float, which is averaged",
                     )
         made.check_parts(self._region)
         # Carried and cut leaves may differ; `check` compares only leaves that are averaged or must agree.
@@ -140,12 +134,10 @@ class Results:
     def _check_like(self, leaf: Tensor, its: _Leaf) -> None:
         if leaf.shape != its.first.shape or leaf.dtype != its.first.dtype:
             raise SpecError(
-                message(
-                    f"aux{its.path} differs in shape between virtual shards and cannot be averaged",
-                    got=f"{shown(its.first)} and {shown(leaf)}",
-                    where=self._region.session.where(),
-                    remedy="return floats of one shape, or wrap it in Sharded(value, spec)",
-                )
+                f"aux{its.path} differs in shape between virtual shards and cannot be averaged",
+                got=f"{shown(its.first)} and {shown(leaf)}",
+                where=self._region.session.where(),
+                remedy="return floats of one shape, or wrap it in Sharded(value, spec)",
             )
 
     def _scale(self, axes: tuple[str, ...]) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import torch_private
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.purity.writes import tensors_in, written_by
 from ...mesh.region import Region, current
@@ -104,13 +104,11 @@ def _virtual(region: Region) -> VirtualShards:
 def _refuse_in_a_shard(name: str, region: Region) -> None:
     if plan_of(region).shard is not None:
         raise SpecError(
-            message(
-                "a function that is differentiated under data_parallel(shards=) uses the batch of the step around "
-                "it, all of which is not there while a virtual shard runs",
-                got=f"the batch in {name}",
-                where=region.session.where(),
-                remedy="take the batch as an argument: value_and_grad(loss)(params, batch)",
-            )
+            "a function that is differentiated under data_parallel(shards=) uses the batch of the step around "
+            "it, all of which is not there while a virtual shard runs",
+            got=f"the batch in {name}",
+            where=region.session.where(),
+            remedy="take the batch as an argument: value_and_grad(loss)(params, batch)",
         )
 
 
@@ -120,25 +118,21 @@ def _refuse_to_read(name: str, args: list[Any], region: Region) -> NoReturn:
     leaves = zip(trees.paths(tree), trees.leaves(tree), strict=True)
     leaf = next((f"batch{path}" for path, leaf in leaves if leaf is read), "what was computed from the batch")
     raise SpecError(
-        message(
-            f"a step under data_parallel(shards=) takes numbers from {leaf} {_OWN_SAMPLES} they would depend on the "
-            "number of ranks",
-            got=f"{name} of {_shown(read)}",
-            where=region.session.where(),
-            remedy=_AS_AUX,
-        )
+        f"a step under data_parallel(shards=) takes numbers from {leaf} {_OWN_SAMPLES} they would depend on the "
+        "number of ranks",
+        got=f"{name} of {_shown(read)}",
+        where=region.session.where(),
+        remedy=_AS_AUX,
     )
 
 
 def _refuse_gradient(name: str, region: Region) -> NoReturn:
     raise SpecError(
-        message(
-            "a step under data_parallel(shards=) takes a gradient of what was computed from the batch "
-            f"{_OWN_SAMPLES} it would depend on the number of ranks",
-            got=name if name in ("backward", "grad") else f"{name} in a backward pass",
-            where=region.session.where(),
-            remedy="use spmd's value_and_grad(loss)(params, batch), of a function that takes the batch",
-        )
+        "a step under data_parallel(shards=) takes a gradient of what was computed from the batch "
+        f"{_OWN_SAMPLES} it would depend on the number of ranks",
+        got=name if name in ("backward", "grad") else f"{name} in a backward pass",
+        where=region.session.where(),
+        remedy="use spmd's value_and_grad(loss)(params, batch), of a function that takes the batch",
     )
 
 
@@ -154,12 +148,10 @@ def _refuse_to_write(name: str, written: list[Tensor], region: Region) -> None:
         return
     did = "changes the batch in place" if target is None else "writes what was computed from the batch into a tensor"
     raise SpecError(
-        message(
-            f"a step under data_parallel(shards=) {did} {_OWN_SAMPLES} it would depend on the number of ranks",
-            got=f"{name} into {_shown(itself if target is None else target)}",
-            where=region.session.where(),
-            remedy=_AS_AUX if target is not None else "change it in the function that takes the batch as an argument",
-        )
+        f"a step under data_parallel(shards=) {did} {_OWN_SAMPLES} it would depend on the number of ranks",
+        got=f"{name} into {_shown(itself if target is None else target)}",
+        where=region.session.where(),
+        remedy=_AS_AUX if target is not None else "change it in the function that takes the batch as an argument",
     )
 
 

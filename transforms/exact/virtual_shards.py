@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import random as python_random
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.errors import SpecError, message
+from ...kernels.arguments import whole
+from ...kernels.errors import SpecError
 from ...kernels.word_key import word_key
 from ...mesh import trees
 from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
@@ -33,12 +33,10 @@ def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Ten
     """A leaf of the batch as this rank's shards (those with samples), each in memory of its own."""
     if not any(leaf is one for one in virtual.batch):
         raise SpecError(
-            message(
-                f"argument {path} of {name} was computed from the batch before data_parallel(shards=) cut it, so "
-                "that its bits would depend on the number of ranks",
-                got=f"{leaf.dtype} {tuple(leaf.shape)}",
-                remedy=f"pass the batch itself, and compute from it in {name}",
-            )
+            f"argument {path} of {name} was computed from the batch before data_parallel(shards=) cut it, so "
+            "that its bits would depend on the number of ranks",
+            got=f"{leaf.dtype} {tuple(leaf.shape)}",
+            remedy=f"pass the batch itself, and compute from it in {name}",
         )
     parts = plain(leaf).split([virtual.sizes[shard] for shard in virtual.filled(virtual.position)])
     # The order in which a kernel adds may depend on the alignment of its memory.
@@ -56,11 +54,9 @@ def agreed(outer: VirtualShards, axis: str, count: Any) -> bool:
     if count is None:
         return False
     raise SpecError(
-        message(
-            "a data_parallel step runs in another with other virtual shards",
-            got=f"shards={count} over {axis!r} in shards={len(outer.sizes)} over {outer.axis!r}",
-            remedy="give shards= to the outermost one only",
-        )
+        "a data_parallel step runs in another with other virtual shards",
+        got=f"shards={count} over {axis!r} in shards={len(outer.sizes)} over {outer.axis!r}",
+        remedy="give shards= to the outermost one only",
     )
 
 
@@ -68,12 +64,9 @@ def check_count(count: Any) -> int | None:
     """`shards` as a whole number of at least 1, or None."""
     if count is None:
         return None
-    try:
-        number = operator.index(count)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(count, bool):
-        raise SpecError(message("data_parallel got a bad shards", got=repr(count), expected="at least 1, or None"))
+    number = whole(count)
+    if number is None or number < 1:
+        raise SpecError("data_parallel got a bad shards", got=repr(count), expected="at least 1, or None")
     return number
 
 
@@ -139,12 +132,10 @@ def without_batch(result: Any, name: str) -> Any:
             return Sharded(trees.map(plain, node.local), node.spec)
         if isinstance(node, Tracked):
             raise SpecError(
-                message(
-                    f"{name} returns what it computed from the batch outside value_and_grad, whose bits depend on the "
-                    "number of ranks",
-                    got=f"{node.dtype} {tuple(node.shape)}",
-                    remedy="return it as aux of the function that is differentiated (has_aux=True)",
-                )
+                f"{name} returns what it computed from the batch outside value_and_grad, whose bits depend on the "
+                "number of ranks",
+                got=f"{node.dtype} {tuple(node.shape)}",
+                remedy="return it as aux of the function that is differentiated (has_aux=True)",
             )
         return node
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...kernels import torch_private
 from ...kernels.callsite import warn
-from ...kernels.errors import message
 from ...mesh.replication.net import active
 from .._call import Call, Output
 from .repeated import given_to
@@ -37,14 +36,12 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
         if not statistic or not (leaf.dim() or out.count is None):  # the count of a mean_of is each rank's own
             continue
         warn(
-            message(
-                f"{call.name} is not a mean over samples of the whole batch: it is given what the step computed of "
-                "this rank's samples together",
-                got=f"a tensor of shape {list(leaf.shape)}, which comes of {statistic}",
-                remedy=f"compute it of the whole batch: pmean(x.mean(), {axis!r}), or x = all_gather(x, {axis!r}, "
-                "tiled=True) before (docs/losses.md); or, if each rank's own is meant, "
-                'warnings.filterwarnings("ignore", ".*is not a mean over samples")',
-            )
+            f"{call.name} is not a mean over samples of the whole batch: it is given what the step computed of "
+            "this rank's samples together",
+            got=f"a tensor of shape {list(leaf.shape)}, which comes of {statistic}",
+            remedy=f"compute it of the whole batch: pmean(x.mean(), {axis!r}), or x = all_gather(x, {axis!r}, "
+            "tiled=True) before (docs/losses.md); or, if each rank's own is meant, "
+            'warnings.filterwarnings("ignore", ".*is not a mean over samples")',
         )
         return True
     return False
@@ -62,13 +59,11 @@ def warn_of_chosen(call: Call, args: Any, kwargs: Any, out: Output) -> bool:
     for leaf in given_to(call.function, args, kwargs) if chosen else ():
         if isinstance(leaf, Tensor) and net.of(leaf).chosen == chosen:
             warn(
-                message(
-                    f"{call.name} is not a mean over samples of the whole batch: it is one over those that the step "
-                    "chose by their values, and each rank is weighted by how many samples it had before",
-                    got=f"a tensor of shape {list(leaf.shape)} for {net.samples} samples, which comes of {chosen}",
-                    remedy="return mean_of(total, count), mean_of(losses.sum(), len(losses)) for instance "
-                    '(docs/losses.md); or warnings.filterwarnings("ignore", ".*is not a mean over samples")',
-                )
+                f"{call.name} is not a mean over samples of the whole batch: it is one over those that the step "
+                "chose by their values, and each rank is weighted by how many samples it had before",
+                got=f"a tensor of shape {list(leaf.shape)} for {net.samples} samples, which comes of {chosen}",
+                remedy="return mean_of(total, count), mean_of(losses.sum(), len(losses)) for instance "
+                '(docs/losses.md); or warnings.filterwarnings("ignore", ".*is not a mean over samples")',
             )
             return True
     return False
@@ -84,11 +79,9 @@ def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
         if not storage or (storage, leaf.shape) not in rows:
             continue
         warn(
-            message(
-                f"{call.name} is differentiated within another gradient for a single sample, and the mean is taken "
-                "over the ranks, which have different ones",
-                got=f"a row of the batch, of shape {list(leaf.shape)}",
-                remedy="torch.func.grad(f), or grad(f, axes=()), is the gradient for this rank's sample alone",
-            )
+            f"{call.name} is differentiated within another gradient for a single sample, and the mean is taken "
+            "over the ranks, which have different ones",
+            got=f"a row of the batch, of shape {list(leaf.shape)}",
+            remedy="torch.func.grad(f), or grad(f, axes=()), is the gradient for this rank's sample alone",
         )
         return

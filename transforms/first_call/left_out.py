@@ -8,7 +8,6 @@ too large by a factor of the size of "model", while a bias that is added after t
 from __future__ import annotations
 
 from ...kernels.callsite import warn
-from ...kernels.errors import message
 from .._call import Call, Solution, Strategy
 from .._tokens import state
 
@@ -30,14 +29,12 @@ def solve(strategy: Strategy, call: Call) -> Solution:
     if left_out:
         names = ", ".join(map(repr, left_out))
         warn(
-            message(
-                f"{call.name} communicates over {names}, which the mean that is differentiated leaves out: the "
-                f"gradient is that of the sum over {names} of the ranks' values",
-                got=f"axes={call.over!r}",
-                where=call.where,
-                remedy="leave out axes= for the mean over all ranks, which is the value itself where these have the "
-                "same; if you mean the sum, "
-                'warnings.filterwarnings("ignore", ".*which the mean that is differentiated leaves out")',
-            )
+            f"{call.name} communicates over {names}, which the mean that is differentiated leaves out: the "
+            f"gradient is that of the sum over {names} of the ranks' values",
+            got=f"axes={call.over!r}",
+            where=call.where,
+            remedy="leave out axes= for the mean over all ranks, which is the value itself where these have the "
+            "same; if you mean the sum, "
+            'warnings.filterwarnings("ignore", ".*which the mean that is differentiated leaves out")',
         )
     return solution

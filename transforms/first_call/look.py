@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels import torch_private
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...mesh.purity.captured import NOT_REENTRANT
 from ...mesh.rank.references import content_of
 from ...mesh.spec import REPLICATED
@@ -124,26 +124,20 @@ def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
         name = type(node).__name__
         if name == "CheckpointFunctionBackward":
             raise SpecError(
-                message(
-                    f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
-                    remedy=NOT_REENTRANT,
-                )
+                f"{call.name} uses reentrant activation checkpointing, which can't be differentiated by arguments",
+                remedy=NOT_REENTRANT,
             )
         if name == "RedistributeBackward":
             raise SpecError(
-                message(
-                    f"{call.name} moves a DTensor (by redistribute or full_tensor), whose gradient torch takes of one "
-                    "value of the whole mesh, where grad takes that of the mean over ranks",
-                    remedy="use psum, all_gather and this library's other collectives; or torch's backward in mesh.run",
-                )
+                f"{call.name} moves a DTensor (by redistribute or full_tensor), whose gradient torch takes of one "
+                "value of the whole mesh, where grad takes that of the mean over ranks",
+                remedy="use psum, all_gather and this library's other collectives; or torch's backward in mesh.run",
             )
         if has_part and name in _EMBEDDINGS and torch_private.saved(node, "scale_grad_by_freq"):
             raise SpecError(
-                message(
-                    f"{call.name} scales an embedding's gradient by how often an index is in the batch",
-                    got="a part of the batch on each rank, or in each virtual shard",
-                    remedy="make the embedding with scale_grad_by_freq=False, and weigh samples in the loss",
-                )
+                f"{call.name} scales an embedding's gradient by how often an index is in the batch",
+                got="a part of the batch on each rank, or in each virtual shard",
+                remedy="make the embedding with scale_grad_by_freq=False, and weigh samples in the loss",
             )
         if has_part and call.plan.samples and out.count is None:
             has_weights = warn_of_weights(call.name, node, rows) or has_weights
@@ -159,13 +153,11 @@ def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
 def captured(call: Call, got: str) -> SpecError:
     """The error for a function that computes with parameters of its own."""
     return SpecError(
-        message(
-            f"{call.name} computes with parameters that it captures, which no gradient is taken by",
-            got=got,
-            expected="all that is trained as arguments",
-            remedy="apply, params = functional(model), and apply(params, x) instead of model(x); what is not to be "
-            "trained has requires_grad_(False), or is called under torch.no_grad()",
-        )
+        f"{call.name} computes with parameters that it captures, which no gradient is taken by",
+        got=got,
+        expected="all that is trained as arguments",
+        remedy="apply, params = functional(model), and apply(params, x) instead of model(x); what is not to be "
+        "trained has requires_grad_(False), or is called under torch.no_grad()",
     )
 
 
@@ -199,14 +191,12 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
         for leaf in parts:
             if 0 < leaf.shape[0] < here and (total % sizes[name] or here % leaf.shape[0]):
                 raise SpecError(
-                    message(
-                        f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
-                        "mean of their means is not that of the whole batch",
-                        got=f"{leaf.shape[0]} of {here} samples on this rank, {total} on {sizes[name]} ranks",
-                        where=call.where,
-                        remedy="accumulate with data_parallel(shards=) and one value_and_grad over the whole batch, "
-                        "return mean_of(total, count), or have equal parts (Loader(drop_last=True))",
-                    )
+                    f"{call.name} is given a part of the batch in a step whose parts are not equal, so that the "
+                    "mean of their means is not that of the whole batch",
+                    got=f"{leaf.shape[0]} of {here} samples on this rank, {total} on {sizes[name]} ranks",
+                    where=call.where,
+                    remedy="accumulate with data_parallel(shards=) and one value_and_grad over the whole batch, "
+                    "return mean_of(total, count), or have equal parts (Loader(drop_last=True))",
                 )
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ...kernels.callsite import warn
-from ...kernels.errors import message
 from ...mesh import trees
 from ...mesh.put import number_or_tensor
 from .._call import Call, Output
@@ -196,4 +195,4 @@ class _Judge:
                 f"the whole batch with psum, pmean or all_gather over {self._axis!r} (docs/losses.md); or, if each "
                 f"rank's own is meant, {ignore}"
             )
-        warn(message(problem, got=got, remedy=remedy))
+        warn(problem, got=got, remedy=remedy)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels import torch_private
 from ...kernels.callsite import warn
-from ...kernels.errors import SpecError, message
+from ...kernels.errors import SpecError
 from ...kernels.torch_private import Node
 from ...mesh import trees
 from ...mesh.put import as_tensor, number_or_tensor
@@ -75,13 +75,11 @@ def _has_rows(argument: Argument, rows: int) -> bool:
 
 def _made_alike(call: Call, leaf: Tensor, rows: int, split: set[str]) -> SpecError:
     return SpecError(
-        message(
-            f"{call.name} is differentiated by a tensor with a row for each sample that was made in the step and has "
-            "the same values on all ranks, so that the gradients of their samples would be summed",
-            got=f"shape {list(leaf.shape)}, for {rows} samples on this rank",
-            where=call.where,
-            remedy=f'say that each rank has rows of its own: grad(f)(Sharded(tensor, P("{min(split)}"))).local',
-        )
+        f"{call.name} is differentiated by a tensor with a row for each sample that was made in the step and has "
+        "the same values on all ranks, so that the gradients of their samples would be summed",
+        got=f"shape {list(leaf.shape)}, for {rows} samples on this rank",
+        where=call.where,
+        remedy=f'say that each rank has rows of its own: grad(f)(Sharded(tensor, P("{min(split)}"))).local',
     )
 
 
@@ -163,14 +161,12 @@ def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, b
     first, second, third = float(once.value), float(twice.value), float(thrice.value)
     if abs((third - second) - (second - first)) <= 1e-3 * abs(second - first):
         raise SpecError(
-            message(
-                f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
-                "whole batch",
-                got=f"{first:.6g}, and {second:.6g} for every sample twice",
-                where=call.where,
-                remedy="return the mean over samples, or mean_of(total, count)"
-                + ("; for the gradient of each sample by itself take grad(f, axes=())" if by_samples else ""),
-            )
+            f"{call.name} returns a sum over its samples, and the mean over ranks of sums is not that of the "
+            "whole batch",
+            got=f"{first:.6g}, and {second:.6g} for every sample twice",
+            where=call.where,
+            remedy="return the mean over samples, or mean_of(total, count)"
+            + ("; for the gradient of each sample by itself take grad(f, axes=())" if by_samples else ""),
         )
 
 
@@ -180,23 +176,19 @@ def _check_rows(call: Call, out: Output, aux: Auxiliary, twice: Output, split: s
     remedy = f'return Sharded(value, P("{min(split)}")), whose rows stay those of the samples, or reduce it, '
     if len(again) != len(aux.leaves):
         raise SpecError(
-            message(
-                f"aux of {call.name} has a leaf for each sample, and would be averaged over different samples",
-                got=f"{len(aux.leaves)} leaves, and {len(again)} for every sample twice",
-                where=call.where,
-                remedy=f"{remedy}value.mean() for instance",
-            )
+            f"aux of {call.name} has a leaf for each sample, and would be averaged over different samples",
+            got=f"{len(aux.leaves)} leaves, and {len(again)} for every sample twice",
+            where=call.where,
+            remedy=f"{remedy}value.mean() for instance",
         )
     for leaf, more, axes, path in zip(aux.leaves, again, aux.over, paths, strict=True):
         both = isinstance(leaf, Tensor) and isinstance(more, Tensor) and leaf.shape != more.shape
         if both and (axes is None or split & set(axes)):
             raise SpecError(
-                message(
-                    f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
-                    got=f"shape {list(leaf.shape)}, and {list(more.shape)} for every sample twice",
-                    where=call.where,
-                    remedy=f"{remedy}value.mean(0) for instance",
-                )
+                f"aux{path} of {call.name} has a row for each sample, and would be averaged over different samples",
+                got=f"shape {list(leaf.shape)}, and {list(more.shape)} for every sample twice",
+                where=call.where,
+                remedy=f"{remedy}value.mean(0) for instance",
             )
 
 
@@ -210,11 +202,9 @@ def _warn_of_counts(
         if more.shape == leaf.shape and torch.equal(more.to(leaf.dtype), 2 * leaf):
             path = trees.paths(out.aux)[index]
             warn(
-                message(
-                    f"aux{path} of {call.name} is a number of samples, and averaged over ranks as floats in aux are: "
-                    "not that of the whole batch",
-                    remedy=f'psum(value, "{min(split)}"), or return its mean, value / len(batch)',
-                )
+                f"aux{path} of {call.name} is a number of samples, and averaged over ranks as floats in aux are: "
+                "not that of the whole batch",
+                remedy=f'psum(value, "{min(split)}"), or return its mean, value / len(batch)',
             )
             return True
     return False

@@ -1,0 +1,148 @@
+"""Arguments under the names that torch and JAX give them: a call with one is refused, with what to write instead."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.compiler import is_dynamo_compiling
+
+from .callsite import shows_only_users
+from .errors import SpecError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GROUPS = (
+    "leave it out: make a mesh with one more axis, as Mesh({'data': 2, 'group': 2}), and reduce over that one; "
+    "mesh.comm(ranks=) has any ranks, but its messages bring no gradients"
+)
+_NO_NEED = "leave it out: "
+_OF_COLLECTIVES = {
+    "axis_name": "it is axis=",
+    "axis_index_groups": _GROUPS,
+    "group": _GROUPS,
+    "op": "psum, pmean, pmax and pmin are functions of their own",
+    "async_op": _NO_NEED + "collectives return their result; mesh.comm() has those that go on beside the program",
+}
+_DIM = {**_OF_COLLECTIVES, "axis": "a tensor's dimension is dim=, and axis is the mesh's"}
+_SPECS = 'specs say how tensors are cut, in_specs=P("data"), out_specs=P("data")'
+_OF_GRADIENTS = {
+    "argnames": "it is argnums=, positions of arguments",
+    "argnum": "it is argnums=",
+    "axis_name": "it is axes=",
+    "reduce_axes": "it is axes=",
+    "holomorphic": _NO_NEED + "parameters may be complex",
+    "allow_int": _NO_NEED + "integers get gradients of zeros",
+    "create_graph": _NO_NEED + "a gradient within a gradient keeps its graph",
+}
+_STANDS = {  # by the function, and the name that others give it
+    "Mesh": {
+        "devices": 'ranks are processes: Mesh({"data": 4}) has four, one for each GPU with device="cuda"',
+        **dict.fromkeys(
+            ("axis_names", "mesh_dim_names", "mesh_shape", "shape"),
+            'axes are a dict of names and sizes, Mesh({"data": 4, "model": 2})',
+        ),
+        "axis_types": _NO_NEED + "arrays are cut as their specs say",
+        "device_type": "it is device=",
+        "world_size": 'it is the product of the axes, Mesh({"data": 4})',
+        "num_workers": 'the number of ranks is the product of the axes, Mesh({"data": 4})',
+        "init_method": "spmd.initialize(rank, size, ...) is called first, where a launcher has not said",
+    },
+    "spmd": {
+        "donate_argnums": 'it is donate=, the names of arguments, as in donate=("params", "opt_state")',
+        "donate_argnames": "it is donate=",
+        **dict.fromkeys(
+            ("static_argnums", "static_argnames"), _NO_NEED + "arguments that are no tensors are passed as they are"
+        ),
+        **dict.fromkeys(("in_axes", "out_axes", "in_shardings", "out_shardings"), _SPECS),
+        **dict.fromkeys(("axis_name", "axis_names"), _NO_NEED + "axes have the names that Mesh gave them"),
+        **dict.fromkeys(("check_rep", "check_vma"), 'it is check=, "first", "always" or "never"'),
+        "devices": "it is mesh=",
+    },
+    "data_parallel": {
+        "axis_name": "it is axis=",
+        "bucket_cap_mb": "it is bucket_mb=",
+        "batch_argname": 'it is batch=, as in batch="data"',
+        "batch_argnum": "it is batch=, the argument's name",
+        "accumulate": "shards= runs the batch in so many parts, one after another",
+        "find_unused_parameters": _NO_NEED + "parameters that are not used get gradients of zeros",
+        "broadcast_buffers": "functional_with_buffers(model) returns buffers as values",
+        "process_group": "it is axis=, an axis of the mesh",
+        **dict.fromkeys(("device_ids", "output_device"), _NO_NEED + "each rank has its device from Mesh(device=)"),
+        **dict.fromkeys(("gradient_as_bucket_view", "static_graph"), _NO_NEED + "that is so by itself"),
+    },
+    "grad": _OF_GRADIENTS,
+    "value_and_grad": _OF_GRADIENTS,
+    **dict.fromkeys(("psum", "pmean", "pmax", "pmin", "ppermute"), _OF_COLLECTIVES),
+    **dict.fromkeys(("axis_index", "axis_size", "barrier"), _OF_COLLECTIVES),
+    "pbroadcast": {**_OF_COLLECTIVES, "src": "it is source=", "root": "it is source="},
+    "all_gather": {**_DIM, "gather_dim": "it is dim="},
+    "psum_scatter": {**_DIM, "scatter_dimension": "it is dim=", "scatter_dim": "it is dim="},
+    "all_to_all": {**_OF_COLLECTIVES, "split_axis": "it is split_dim=", "concat_axis": "it is concat_dim="},
+    "put": {
+        **dict.fromkeys(("sharding", "specs", "in_specs", "device"), 'it is spec=, as in put(tree, P("data"))'),
+        "placements": 'it is spec=, P("data") for Shard(0) along "data"',
+    },
+    "Loader": {
+        "num_workers": "it is workers=, processes for each rank",
+        "prefetch_factor": "it is prefetch=",
+        "generator": "it is seed=, a number",
+        "collate": "it is collate_fn=",
+        "timeout": "it is one of the mesh, Mesh(timeout=)",
+        "pin_memory": _NO_NEED + "each rank moves its batches to its device",
+        "persistent_workers": _NO_NEED + "workers stay from epoch to epoch",
+        "worker_init_fn": _NO_NEED + "the random numbers for a sample depend on seed=, the epoch and the sample alone",
+        "multiprocessing_context": _NO_NEED + "workers are forked from a process that has only imported torch",
+        **dict.fromkeys(("num_replicas", "rank"), _NO_NEED + "the mesh knows its ranks"),
+        **dict.fromkeys(
+            ("sampler", "batch_sampler"),
+            "the order is a function of seed=, shuffle= and order=; choose samples by the dataset, as in "
+            "torch.utils.data.Subset(dataset, ids)",
+        ),
+    },
+    "Sampler": {
+        **dict.fromkeys(("dataset", "num_samples"), "it is length=, as in Sampler(len(dataset), batch_size)"),
+        **dict.fromkeys(("num_replicas", "rank"), _NO_NEED + "sampler.shard(epoch, step, rank, size) takes them"),
+    },
+}
+
+
+class UnknownArgument(SpecError, TypeError):
+    """A call with an argument that the function does not have; a TypeError, as Python's own."""
+
+
+def names_checked(f: F) -> F:
+    """Have a function or a class refuse what torch or JAX call its arguments, and say what to write.
+
+    >>> @names_checked
+    ... def psum(x, axis): ...
+    >>> psum(1, axis_name="data")
+    Traceback (most recent call last):
+    spmd.kernels.argument_names.UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
+    """
+    if isinstance(f, type):
+        f.__init__ = shows_only_users(_checked(f.__init__, f.__name__))  # type: ignore[misc]
+        return f
+    return _checked(f, f.__name__)  # type: ignore[return-value]
+
+
+def _checked(f: Callable, called: str) -> Callable:
+    theirs = _STANDS[called]
+    # The arguments of ours that they mean otherwise, with the number of positional ones that make them given twice.
+    position = {name: at for at, name in enumerate(inspect.signature(f).parameters) if name in theirs}
+
+    @functools.wraps(f)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and not is_dynamo_compiling():
+            for name in kwargs:
+                if name in theirs and position.get(name, -1) < len(args):
+                    got = repr(kwargs[name])
+                    problem = (
+                        f"{called} has no argument {name}" if name not in position else f"{called} got {name} twice"
+                    )
+                    raise UnknownArgument(problem, got=got[:60], remedy=theirs[name])
+        return f(*args, **kwargs)
+
+    return checking
