@@ -137,7 +137,8 @@ class Communicator(abc.ABC):
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
             raise self._absence(left, work.what)
 
-    def _absence(self, gone: Sequence[int], what: str) -> BaseException:  # others left because of one that died
+    def _absence(self, gone: Sequence[int], what: str) -> BaseException:
+        self._watch.check()  # others left because of one that failed after the wait's last look, or of one that died
         lost = (self._board.lost(self._board.participant(self.ranks[each])) for each in gone if self._board is not None)
         return next(filter(None, lost), None) or absent(self.ranks, self.rank, gone[0], what, call_site())
 
@@ -161,9 +162,8 @@ class Communicator(abc.ABC):
 
     def _took_part(self, rank: int, work: Work) -> bool:
         """Whether a rank has done its part in an operation, as far as this transport can tell."""
-        if self._counters is None or self._is_message(work):
-            return True
-        return self._counters.finished_by(rank) > self._counters.finished
+        counters = self._counters
+        return counters is None or self._is_message(work) or counters.finished_by(rank) > counters.finished
 
     # -- driving -------------------------------------------------------------------------------------------------------
 

@@ -151,10 +151,10 @@ def original(failure: Failure) -> BaseException:
     return error if isinstance(error, BaseException) else RemoteError(f"{failure.type_name}: {failure.text}")
 
 
-def _distance(failure: Failure, causes: dict[int, Failure]) -> int:
+def _distance(failure: Failure, failures: dict[int, Failure]) -> int:
     """How far a failure probably is from the first: the program's own error, a mismatch, what follows from another."""
-    if failure.type_name == CollectiveMismatch.__qualname__:
-        return 2 if getattr(original(failure), "rank", None) in causes else 1
+    if failure.type_name == CollectiveMismatch.__qualname__:  # a rank that left may have done so because of another
+        return 2 if getattr(original(failure), "rank", None) in failures else 1
     return 2 if failure.type_name == PeerLost.__qualname__ else 0
 
 
@@ -217,7 +217,7 @@ def combine(
     for rank, failure in causes.items():
         # Texts that differ in numbers only (a rank, a size, an address) tell the same story.
         groups.setdefault((failure.type_name, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.text)), []).append(rank)
-    order = sorted(groups, key=lambda key: (_distance(causes[groups[key][0]], causes), groups[key][0]))
+    order = sorted(groups, key=lambda key: (_distance(causes[groups[key][0]], failures), groups[key][0]))
     first = causes[groups[order[0]][0]]
     error = original(first)
     who = ranks_text(groups[order[0]])

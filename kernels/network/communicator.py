@@ -69,6 +69,7 @@ class NetworkedCommunicator(Communicator):
         def on_stall() -> None:
             for rank in range(self.size):
                 if self._has_left(rank) and not self._store.check([keys[rank]]):
+                    self._watch.check()
                     raise absent(self.ranks, self.rank, rank, "a collective", call_site())
 
         def on_timeout() -> PeerLost:

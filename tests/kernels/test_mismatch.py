@@ -17,7 +17,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from patience import soon
+from patience import soon, until
 
 from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError, psum, value_and_grad
 
@@ -218,6 +218,28 @@ def test_a_piece_of_another_size(make_mesh: Callable[..., Mesh], backend: str) -
     text = refused(mesh, body)
     assert "all_gather float32[3]: rank 1 sends 12 bytes, rank 2 expects 16" in text
     assert "test_mismatch.py:" in text
+    works(mesh)
+
+
+def test_who_left_after_a_failure_is_not_its_cause(make_mesh: Callable[..., Mesh], backend: str) -> None:
+    """Rank 2 fails and rank 1 leaves for that between two looks of rank 0: what has failed, and who has left."""
+    mesh = make_mesh({"data": 3}, backend=backend)
+
+    def body() -> None:
+        comm = mesh.comm()
+        if comm.rank == 2:
+            time.sleep(0.5)
+            raise CollectiveMismatch("the cause")
+        if comm.rank == 0:
+            has_left = comm._has_left
+            comm._has_left = lambda rank: until(lambda: has_left(1)) and has_left(rank)
+        try:
+            comm.all_reduce(torch.ones(3))
+        finally:
+            vars(comm).pop("_has_left", None)
+
+    with pytest.raises(CollectiveMismatch, match="the cause"):
+        mesh.run(body)
     works(mesh)
 
 
