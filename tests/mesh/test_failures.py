@@ -31,6 +31,7 @@ from spmd import (
     PeerLost,
     RemoteError,
     SpecError,
+    SpmdError,
     axis_index,
     barrier,
     data_parallel,
@@ -374,6 +375,39 @@ def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
     assert "other ranks failed in another way, see above" in info.value.__notes__[0]
 
 
+class Slow(Exception):
+    """Its rank tells the others that they can give up, and takes its time to tell the driver why."""
+
+    def __reduce__(self):
+        time.sleep(1.5)
+        return Slow, self.args
+
+
+def test_a_cause_that_comes_late(make_mesh, monkeypatch):
+    mesh = make_mesh({"data": 3})
+
+    def late():
+        if axis_index("data") == 2:
+            raise Slow("the cause")
+        barrier()
+
+    with pytest.raises(Slow, match="the cause"):
+        mesh.run(late)
+    assert works(mesh)
+
+    def never():
+        if axis_index("data") == 2:
+            with contextlib.suppress(SpmdError):
+                mesh.comm().abort("enough")
+            time.sleep(HANGS)
+        barrier()
+
+    monkeypatch.setattr("spmd.mesh.driver.recovery.FENCE_SECONDS", 1.0)
+    with raises(RemoteError, "has not reported back since: rank 2: enough", within=2 * HANGS):
+        mesh.run(never)
+    assert works(mesh)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 def test_torchs_collectives_in_a_step_say_what_to_write(make_mesh):
     """On ranks of their own: where an earlier test has made a process group, they run."""
@@ -632,6 +666,21 @@ def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh, tmp_path):
     assert end_within(1, before)
     assert all(works(mesh) for mesh in meshes)
     assert w.tolist() == [1.0, 1.0]
+
+
+def test_how_a_rank_ended_is_told_by_a_process_that_was_held_up(make_mesh):
+    mesh = make_mesh({"data": 2})
+    zygote = mesh.driver.ranks.all[0]._zygote._process.pid
+
+    def leave():
+        if axis_index("data") == 1:
+            os.kill(zygote, signal.SIGSTOP)
+            os._exit(7)
+        barrier()
+
+    with pytest.raises(PeerLost, match="rank 1 exited with code 7"):
+        mesh.run(leave)
+    assert works(mesh)
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------
