@@ -308,9 +308,10 @@ class Board:
                     self._peers[rank] = -1
 
     def check_peers(self) -> None:
-        for rank in self._peers:
-            if (lost := self._if_dead(rank)) is not None:
-                raise lost
+        if any(map(self._if_dead, self._peers)):
+            # Looked at again: one that had aborted, and ended because of another, may have been seen before that one.
+            lost = {rank: each for rank in self._peers if (each := self._if_dead(rank)) is not None}
+            raise lost[min(lost, key=lambda rank: self.words[self._status(rank) + _ABORTED])]
 
     def _if_dead(self, rank: int) -> PeerLost | None:
         """The error for a watched rank, if its process has ended."""

@@ -468,6 +468,21 @@ def test_a_dead_peer_is_noticed(participants: list[Arena]) -> None:
     assert caught.value.rank == 1
 
 
+def test_of_several_dead_peers_one_that_did_not_give_up_is_named(participants: list[Arena]) -> None:
+    """Rank 0 gave up because of rank 1, and ended, before this rank looked."""
+    children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
+    looking = participants[2]
+    for rank, child in enumerate(children):
+        looking.words[looking._status(rank) + board._PID] = child.pid
+    looking.watch_processes()
+    participants[0].abort("rank 0: PeerLost: rank 1 died or exited while rank 0 waited for it")
+    for child in children:
+        child.communicate()
+    with pytest.raises(PeerLost, match="rank 1 died or exited while rank 2 waited") as caught:
+        looking.check_peers()
+    assert caught.value.rank == 1
+
+
 def test_who_sleeps_is_woken(participants: list[Arena]) -> None:
     """Rung once, it sleeps no more; what rings before it sleeps counts, too."""
     mine, theirs, _ = participants
