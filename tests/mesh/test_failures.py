@@ -64,6 +64,12 @@ def works(mesh) -> bool:
     return float(total(torch.ones(2 * size))) == 2 * size and mesh.run(lambda: axis_index("data")) == list(range(size))
 
 
+@pytest.fixture
+def all_answer(monkeypatch):
+    """Errors tell what all ranks have answered, also those that are slow to give up."""
+    monkeypatch.setattr("spmd.mesh.driver.recovery.GRACE_SECONDS", HANGS)
+
+
 def kill(*pids: int, once: Path) -> None:
     """Kill processes together, once a file is there."""
 
@@ -114,6 +120,7 @@ def test_an_exception_on_one_rank(shared_mesh):
         assert works(mesh)
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_exceptions_on_several_ranks(shared_mesh):
     mesh = shared_mesh({"data": 3})
 
@@ -355,6 +362,7 @@ def test_a_rank_that_does_not_come_back(make_mesh):
     assert soon(4.0, began) and end_within(1.0, pids)
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
@@ -420,6 +428,7 @@ def test_torchs_collectives_in_a_step_say_what_to_write(make_mesh):
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("all_answer")
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_is_killed_while_others_wait(make_mesh, backend):
     mesh = make_mesh({"data": 3}, backend=backend, on_loss="raise")
@@ -607,6 +616,7 @@ def test_a_rank_that_can_use_its_gpu_no_more_as_a_value_is_fetched(make_mesh):
         assert total(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_a_rank_leaves(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
