@@ -132,7 +132,7 @@ def test_breaking_printing_stepping_and_going_on(tmp_path: Path) -> None:
 
 
 def test_two_ranks_talk_one_after_the_other(tmp_path: Path) -> None:
-    program = STEP.replace('    print("result"', '    import internals; internals.keep_the_turn(5.0)\n    print("result"')
+    program = STEP.replace("import spmd\n", "import spmd, internals\ninternals.keep_the_turn(5.0)\n")
     with at_terminal(script(tmp_path, program), SPMD_DEBUG_RANK="all") as terminal:
         ranks = []
         for _ in range(2):
