@@ -149,7 +149,7 @@ class Pending:
     def busy(self) -> dict[int, int]:
         """The ranks that have something to do, each with the number of its current task."""
         found: dict[int, int] = {}
-        for task in self.tasks.values():
+        for task in list(self.tasks.values()):  # a copy: for a message this is asked without the lock
             for rank in task.busy():
                 found[rank] = min(found.get(rank, task.number), task.number)
         return found
