@@ -138,7 +138,7 @@ def wait_for_stacks() -> None:
 
 
 def keep_the_turn(seconds: float) -> None:
-    """A rank's debugger has the terminal until it has not asked for so long: a moment is too short on a busy machine."""
+    """In this process: a rank's debugger has the terminal until it has not asked for so long; a moment may be short."""
     from spmd.mesh.driver import debugging
 
     debugging.MOMENT_SECONDS = seconds
