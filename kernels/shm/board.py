@@ -135,9 +135,11 @@ class Board:
         self.words[self._status(self.rank) + length] = len(data)
 
     def _read(self, participant: int, start: int, length: int) -> str:
-        start += PAGE + participant * _STATUS
-        size = self.words[self._status(participant) + length]
-        return bytes(self._bytes[start : start + size]).decode(errors="replace")
+        start, at = start + PAGE + participant * _STATUS, self._status(participant) + length
+        before, found = None, b""
+        while found != before:  # it may be written meanwhile
+            before, found = found, bytes(self._bytes[start : start + self.words[at]])
+        return found.decode(errors="replace")
 
     def enter(self, region: int, call: str = "") -> None:
         base = self._status(self.rank)

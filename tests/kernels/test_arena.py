@@ -448,6 +448,22 @@ def test_a_rank_that_enters_while_its_call_is_read_makes_no_other_one(
         waiting.check_calls([1], lambda: "psum")
 
 
+def test_a_status_that_is_written_while_it_is_read(participants: list[Arena], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not cut off at the length of the one before."""
+    writer, reader, _ = participants
+    writer.set_status("waiting in barrier")
+    memory, text = reader._bytes, "all_reduce float32[2] (sum), call 3, at program.py:7"
+
+    class Memory:
+        def __getitem__(self, part: slice) -> memoryview:
+            monkeypatch.undo()
+            writer.set_status(text)
+            return memory[part]
+
+    monkeypatch.setattr(reader, "_bytes", Memory())
+    assert reader.status(0) == text
+
+
 def test_quiet(participants: list[Arena]) -> None:
     assert participants[1].quiet_generation(0) == 0
     participants[0].quiet(3)
