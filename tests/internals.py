@@ -137,6 +137,13 @@ def wait_for_stacks() -> None:
     stacks._ANSWER_SECONDS = 5.0
 
 
+def keep_the_turn(seconds: float) -> None:
+    """In this process: a rank's debugger has the terminal until it has not asked for so long; a moment may be short."""
+    from spmd.mesh.driver import debugging
+
+    debugging.MOMENT_SECONDS = seconds
+
+
 def let_time_fly(file: str, timeout: float) -> None:
     """In this process: while a file exists, waits for other ranks find an eighth of their timeout gone at each look.
 

@@ -135,9 +135,11 @@ class Board:
         self.words[self._status(self.rank) + length] = len(data)
 
     def _read(self, participant: int, start: int, length: int) -> str:
-        start += PAGE + participant * _STATUS
-        size = self.words[self._status(participant) + length]
-        return bytes(self._bytes[start : start + size]).decode(errors="replace")
+        start, at = start + PAGE + participant * _STATUS, self._status(participant) + length
+        before, found = None, b""
+        while found != before:  # it may be written meanwhile
+            before, found = found, bytes(self._bytes[start : start + self.words[at]])
+        return found.decode(errors="replace")
 
     def enter(self, region: int, call: str = "") -> None:
         base = self._status(self.rank)
@@ -308,9 +310,10 @@ class Board:
                     self._peers[rank] = -1
 
     def check_peers(self) -> None:
-        for rank in self._peers:
-            if (lost := self._if_dead(rank)) is not None:
-                raise lost
+        if any(map(self._if_dead, self._peers)):
+            # Looked at again: one that had aborted, and ended because of another, may have been seen before that one.
+            lost = {rank: each for rank in self._peers if (each := self._if_dead(rank)) is not None}
+            raise lost[min(lost, key=lambda rank: self.words[self._status(rank) + _ABORTED])]
 
     def _if_dead(self, rank: int) -> PeerLost | None:
         """The error for a watched rank, if its process has ended."""

@@ -45,8 +45,9 @@ def finish_tasks(session: Session) -> None:
     began, warned = time.monotonic(), False
     for task in list(session.pending.tasks.values()):
         session.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
-        if not task.settled.is_set() and not warned and session.timeout > SAY_SECONDS:
-            warned, busy = True, sorted(session.pending.busy())
+        busy = [] if warned or task.settled.is_set() else sorted(session.pending.busy())
+        if busy and session.timeout > SAY_SECONDS:
+            warned = True
             print(
                 f"spmd: {session.describe()} is to be closed, and waits up to {session.timeout:g} s for what "
                 f"{ranks_text(busy)} {'does' if len(busy) == 1 else 'do'} (Ctrl-C: no longer)",

@@ -149,7 +149,7 @@ class Pending:
     def busy(self) -> dict[int, int]:
         """The ranks that have something to do, each with the number of its current task."""
         found: dict[int, int] = {}
-        for task in self.tasks.values():
+        for task in list(self.tasks.values()):  # a copy: for a message this is asked without the lock
             for rank in task.busy():
                 found[rank] = min(found.get(rank, task.number), task.number)
         return found
@@ -161,8 +161,10 @@ class Pending:
         """
         return {rank: (number, self.tasks[number].future is None) for rank, number in self.busy().items()}
 
-    def failures(self) -> dict[int, Failure]:
-        return {rank: failure for task in self.tasks.values() for rank, failure in task.failures().items()}
+    def failures(self, *, unsettled: bool = False) -> dict[int, Failure]:
+        """The failures of all tasks, or of those that are not settled."""
+        tasks = [task for task in self.tasks.values() if not (unsettled and task.settled.is_set())]
+        return {rank: failure for task in tasks for rank, failure in task.failures().items()}
 
     def lose(self, rank: int) -> None:
         """Note that a rank died: it will not answer any more."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
 from .. import protocol
-from ..failure import combine, ranks_text
+from ..failure import combine, is_unexplained, ranks_text
 from ..hosts.moving import Moves, moves_of
 from .answers import Answers, Session
 from .pending import Outcome, Task
@@ -31,7 +31,8 @@ _CALL_AGAIN = (  # what to do about a call that can't be run again by itself, wh
     "the mesh has replaced it and goes on, with its values; this call may have had effects and was not run again: "
     "make it again if they may happen twice"
 )
-FENCE_SECONDS = 10.0  # for ranks to give up a call that is to run again; then they are killed
+# For ranks to give up a call that is to run again, then they are killed; and for the first that failed to say why.
+FENCE_SECONDS = 10.0
 
 
 class Recovery:
@@ -100,7 +101,7 @@ class Recovery:
                 return
             self.answers.collect()
             busy = session.pending.busy()
-            if busy and time.monotonic() - self._since < GRACE_SECONDS:
+            if busy and time.monotonic() - self._since < (FENCE_SECONDS if self._is_unexplained() else GRACE_SECONDS):
                 return
             again, why = self._to_rerun()
             if busy and again and time.monotonic() - self._since > FENCE_SECONDS:
@@ -167,6 +168,11 @@ class Recovery:
         for rank, number in self._session.pending.busy().items():
             if number >= self._first_failed:
                 self._session.ranks.all[rank].signal(signal.SIGINT)
+
+    def _is_unexplained(self) -> bool:
+        """Whether somebody waits for a cause that its rank has not reported yet."""
+        known = self._session.pending.failures(unsettled=True)
+        return not (self._lost or self.interrupted) and bool(is_unexplained(known))
 
     def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)

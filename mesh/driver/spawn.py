@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -31,6 +33,7 @@ _BOOT = (
     "from spmd.mesh.rank.zygote import main; end(1, 0); main(int(fd), int(pid))"
 )
 _SILENT_SECONDS = 2.0  # then it is continued, in case it was stopped
+_EXIT_SECONDS = 10.0  # for it to say how a process has ended
 _TRIES = 3  # of forking: a zygote that was killed is replaced, as are its ranks
 
 
@@ -113,12 +116,15 @@ class Zygote:
         if one is not None:
             one.close()
 
-    def _await(self) -> None:
-        """Wait until it has sent something, or is gone; if it was stopped, continue it."""
-        readable = select.poll()
+    def _await(self, seconds: float = math.inf) -> bool:
+        """Wait until it has sent something, or is gone; if it was stopped, continue it. Whether that was in time."""
+        readable, end = select.poll(), time.monotonic() + seconds
         readable.register(self._control, select.POLLIN)
-        while not readable.poll(1000 * _SILENT_SECONDS):
+        while not readable.poll(1000 * max(0.0, min(_SILENT_SECONDS, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
             self._process.send_signal(signal.SIGCONT)
+        return True
 
     def _lost(self, how: str) -> MeshError:
         code = self._process.wait()
@@ -127,24 +133,19 @@ class Zygote:
         problem = f"the process that ranks are forked from {how}"
         return (ZygoteLost if killed else MeshError)(problem, got=f"exit code {code}", remedy=remedy)
 
-    def exit_code(self, pid: int, wait: float = 1.0) -> int | None:
-        """How a rank ended, if the zygote has said so by now."""
+    def exit_code(self, pid: int) -> int | None:
+        """How a process that was forked from it, and has ended, did so; None if it does not say that."""
         if not self.alive:
             return None
         with self._lock:
             if self._control.fileno() < 0:  # as in `fork`
                 return None
-            self._control.settimeout(wait)
-            try:
-                while pid not in self.exits:
-                    reply, _ = receive(self._control)
-                    if reply is None:
-                        break
-                    self.exits[reply.pid] = reply.status
-            except (TimeoutError, BlockingIOError):
-                pass
-            finally:
-                self._control.settimeout(None)
+            end = time.monotonic() + _EXIT_SECONDS
+            while pid not in self.exits and self._await(end - time.monotonic()):
+                reply, _ = receive(self._control)
+                if reply is None:
+                    break
+                self.exits[reply.pid] = reply.status
             return self.exits.get(pid)
 
     @property

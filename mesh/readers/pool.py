@@ -197,7 +197,7 @@ class Pool(Owned):
         if not lost:
             return
         assert self._zygote is not None
-        status = self._zygote.exit_code(reader.pid, 5.0)
+        status = self._zygote.exit_code(reader.pid)
         how = "has ended" if status is None else f"ended with status {status}"
         if status is not None and status < 0:
             how = f"was killed by {signal.Signals(-status).name}"

@@ -448,6 +448,22 @@ def test_a_rank_that_enters_while_its_call_is_read_makes_no_other_one(
         waiting.check_calls([1], lambda: "psum")
 
 
+def test_a_status_that_is_written_while_it_is_read(participants: list[Arena], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not cut off at the length of the one before."""
+    writer, reader, _ = participants
+    writer.set_status("waiting in barrier")
+    memory, text = reader._bytes, "all_reduce float32[2] (sum), call 3, at program.py:7"
+
+    class Memory:
+        def __getitem__(self, part: slice) -> memoryview:
+            monkeypatch.undo()
+            writer.set_status(text)
+            return memory[part]
+
+    monkeypatch.setattr(reader, "_bytes", Memory())
+    assert reader.status(0) == text
+
+
 def test_quiet(participants: list[Arena]) -> None:
     assert participants[1].quiet_generation(0) == 0
     participants[0].quiet(3)
@@ -465,6 +481,21 @@ def test_a_dead_peer_is_noticed(participants: list[Arena]) -> None:
     child.wait()
     with pytest.raises(PeerLost, match="rank 1 died or exited while rank 0 waited") as caught:
         participants[0].check_peers()
+    assert caught.value.rank == 1
+
+
+def test_of_several_dead_peers_one_that_did_not_give_up_is_named(participants: list[Arena]) -> None:
+    """Rank 0 gave up because of rank 1, and ended, before this rank looked."""
+    children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
+    looking = participants[2]
+    for rank, child in enumerate(children):
+        looking.words[looking._status(rank) + board._PID] = child.pid
+    looking.watch_processes()
+    participants[0].abort("rank 0: PeerLost: rank 1 died or exited while rank 0 waited for it")
+    for child in children:
+        child.communicate()
+    with pytest.raises(PeerLost, match="rank 1 died or exited while rank 2 waited") as caught:
+        looking.check_peers()
     assert caught.value.rank == 1
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 import torch
+from patience import until
 from torch.utils.data import Dataset
 
 from spmd import Loader, P, PeerLost, Sampler, SpecError, Stream, data_parallel, psum, spmd
@@ -349,16 +350,17 @@ def test_what_is_not_new_is_that_of_the_task_that_the_request_names():
     assert RankState.described_since(rank, "another reader", a, 16) == 16
 
 
-def test_an_interrupt_while_batches_are_read_moves_no_position(make_mesh):
-    mesh = make_mesh({"data": 2})
-    loader = Loader(Numbers(40, {21: lambda: time.sleep(0.5)}), 4, mesh=mesh, shuffle=False, prefetch=8)
+def test_an_interrupt_while_batches_are_read_moves_no_position(make_mesh, tmp_path):
+    mesh, go_on = make_mesh({"data": 2}), tmp_path / "go on"
+    loader = Loader(Numbers(40, {21: lambda: until(go_on.exists)}), 4, mesh=mesh, shuffle=False, prefetch=8)
     batches = iter(loader)
     next(batches)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         next(batches)
     timer.join()
+    go_on.touch()
     loader.load_state_dict(loader.state_dict())
     assert [of(batch) for batch in loader] == truth(loader)[1:]
 

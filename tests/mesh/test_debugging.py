@@ -132,7 +132,8 @@ def test_breaking_printing_stepping_and_going_on(tmp_path: Path) -> None:
 
 
 def test_two_ranks_talk_one_after_the_other(tmp_path: Path) -> None:
-    with at_terminal(script(tmp_path, STEP), SPMD_DEBUG_RANK="all") as terminal:
+    program = STEP.replace("import spmd\n", "import spmd, internals\ninternals.keep_the_turn(5.0)\n")
+    with at_terminal(script(tmp_path, program), SPMD_DEBUG_RANK="all") as terminal:
         ranks = []
         for _ in range(2):
             rank = int(terminal.expect(r"\(Pdb rank (\d)\) ")[1])

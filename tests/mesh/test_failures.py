@@ -31,6 +31,7 @@ from spmd import (
     PeerLost,
     RemoteError,
     SpecError,
+    SpmdError,
     axis_index,
     barrier,
     data_parallel,
@@ -61,6 +62,12 @@ def works(mesh) -> bool:
     total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
     size = mesh.size
     return float(total(torch.ones(2 * size))) == 2 * size and mesh.run(lambda: axis_index("data")) == list(range(size))
+
+
+@pytest.fixture
+def all_answer(monkeypatch):
+    """Errors tell what all ranks have answered, also those that are slow to give up."""
+    monkeypatch.setattr("spmd.mesh.driver.recovery.GRACE_SECONDS", HANGS)
 
 
 def kill(*pids: int, once: Path) -> None:
@@ -113,6 +120,7 @@ def test_an_exception_on_one_rank(shared_mesh):
         assert works(mesh)
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_exceptions_on_several_ranks(shared_mesh):
     mesh = shared_mesh({"data": 3})
 
@@ -354,6 +362,7 @@ def test_a_rank_that_does_not_come_back(make_mesh):
     assert soon(4.0, began) and end_within(1.0, pids)
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
@@ -374,6 +383,39 @@ def test_who_left_because_of_an_error_is_told_by_it(make_mesh, tmp_path):
     assert "other ranks failed in another way, see above" in info.value.__notes__[0]
 
 
+class Slow(Exception):
+    """Its rank tells the others that they can give up, and takes its time to tell the driver why."""
+
+    def __reduce__(self):
+        time.sleep(1.5)
+        return Slow, self.args
+
+
+def test_a_cause_that_comes_late(make_mesh, monkeypatch):
+    mesh = make_mesh({"data": 3})
+
+    def late():
+        if axis_index("data") == 2:
+            raise Slow("the cause")
+        barrier()
+
+    with pytest.raises(Slow, match="the cause"):
+        mesh.run(late)
+    assert works(mesh)
+
+    def never():
+        if axis_index("data") == 2:
+            with contextlib.suppress(SpmdError):
+                mesh.comm().abort("enough")
+            time.sleep(HANGS)
+        barrier()
+
+    monkeypatch.setattr("spmd.mesh.driver.recovery.FENCE_SECONDS", 1.0)
+    with raises(RemoteError, "has not reported back since: rank 2: enough", within=2 * HANGS):
+        mesh.run(never)
+    assert works(mesh)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 def test_torchs_collectives_in_a_step_say_what_to_write(make_mesh):
     """On ranks of their own: where an earlier test has made a process group, they run."""
@@ -386,6 +428,7 @@ def test_torchs_collectives_in_a_step_say_what_to_write(make_mesh):
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("all_answer")
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_is_killed_while_others_wait(make_mesh, backend):
     mesh = make_mesh({"data": 3}, backend=backend, on_loss="raise")
@@ -573,6 +616,7 @@ def test_a_rank_that_can_use_its_gpu_no_more_as_a_value_is_fetched(make_mesh):
         assert total(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("all_answer")
 def test_a_rank_leaves(make_mesh, tmp_path):
     mesh = make_mesh({"data": 2})
 
@@ -632,6 +676,21 @@ def test_the_process_that_ranks_are_forked_from_is_killed(make_mesh, tmp_path):
     assert end_within(1, before)
     assert all(works(mesh) for mesh in meshes)
     assert w.tolist() == [1.0, 1.0]
+
+
+def test_how_a_rank_ended_is_told_by_a_process_that_was_held_up(make_mesh):
+    mesh = make_mesh({"data": 2})
+    zygote = mesh.driver.ranks.all[0]._zygote._process.pid
+
+    def leave():
+        if axis_index("data") == 1:
+            os.kill(zygote, signal.SIGSTOP)
+            os._exit(7)
+        barrier()
+
+    with pytest.raises(PeerLost, match="rank 1 exited with code 7"):
+        mesh.run(leave)
+    assert works(mesh)
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------

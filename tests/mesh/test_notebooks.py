@@ -180,8 +180,10 @@ def test_a_traceback_shows_the_lines_of_the_cell(book: Kernel) -> None:
     book.ok("def inner(x):\n    y = x - 1  # the line before\n    return 1 / y")
     number = int(book.ok("len(In) - 2").result)
     cell = book("def outer(x):\n    return inner(x)\nmesh.run(outer, 1)")
-    assert cell.error.rstrip().endswith(f"ZeroDivisionError: division by zero\n[raised on ranks 0-1 of {MESH}]")
-    assert f"on ranks 0-1 of {MESH}:" in cell.error
+    # The other rank may be too slow to say the same.
+    where = rf"on rank(s 0-1| 0| 1) of {re.escape(MESH)}"
+    assert re.search(rf"ZeroDivisionError: division by zero\n\[raised {where}\]$", cell.error.rstrip()), cell.error
+    assert re.search(f"^{where}:", cell.error, re.MULTILINE), cell.error
     assert f"  Cell In[{number}], line 3, in inner\n    return 1 / y" in cell.error, cell.error
     assert f"  Cell In[{number + 2}], line 2, in outer\n    return inner(x)" in cell.error
     assert "mesh.run(outer, 1)" in cell.error and "mesh.py" not in cell.error

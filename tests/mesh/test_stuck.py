@@ -27,6 +27,7 @@ from patience import HANGS, end_within, running, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
 from spmd.mesh.display import stacks
+from spmd.mesh.driver.pending import Task
 
 GRACE = 0.5
 
@@ -339,14 +340,28 @@ def test_sys_exit_on_a_rank_does_not_end_the_program(shared_mesh: Callable[..., 
     assert caught.value.code == 3
 
 
-def test_closing_with_calls_under_way_waits_once(capfd: pytest.CaptureFixture[str]) -> None:
-    mesh = Mesh({"data": 2}, timeout=3.5)
-    futures = [mesh.submit(time.sleep, 1000, rank=rank) for rank in (0, 1, 0, 1)]
+def test_closing_with_calls_under_way_waits_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of them ends just as it is looked at who is busy."""
+    mesh, may_end = Mesh({"data": 2}, timeout=3.5), tmp_path / "may end"
+    first = mesh.submit(time.sleep, 1000, rank=0)
+    ends = mesh.submit(until, may_end.exists, rank=1)
+    futures = [first, *(mesh.submit(time.sleep, 1000, rank=rank) for rank in (1, 0, 1))]
+    busy = Task.busy
+
+    def busy_as_one_ends(task: Task) -> set[int]:
+        if threading.current_thread() is threading.main_thread():
+            may_end.touch()
+            assert until(ends.done)
+        return busy(task)
+
+    monkeypatch.setattr(Task, "busy", busy_as_one_ends)
     began = time.monotonic()
     mesh.close()
     assert soon(4 * 3.5, began)
     assert "waits up to 3.5 s for what ranks 0-1 do (Ctrl-C: no longer)" in capfd.readouterr().err
-    assert all(isinstance(future.exception(), MeshError) for future in futures)
+    assert ends.result() and all(isinstance(future.exception(), MeshError) for future in futures)
 
 
 def test_a_driver_that_is_killed_while_torch_is_imported(tmp_path: Path) -> None:
