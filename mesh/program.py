@@ -173,9 +173,14 @@ class CompiledCall:
         watched = self._watched(local) if first or choices else None
         if watched is not None:
             self._looked_at.clear()
-        region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
-        region.captured, region.updates = self._captured.trainable, [] if first else None
-        region.differing = self._differing
+        region = Region(
+            *(session, key, self._mesh, self._plan.batch),
+            pure=True,
+            captured=self._captured.trainable,
+            looked_at=self._looked_at,
+            differing=self._differing,
+            updates=[] if first else None,
+        )
         state = generators() if session.launched else None
         reseed(region, session.rank)
         try:

@@ -55,25 +55,23 @@ class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
 
     Args:
-        shipped: None, since nothing is sent.
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
-        values: of no use here.
     """
+
+    shipped = None  # nothing is sent
 
     def __init__(
         self,
         mesh: Any,
         session: RankSession,
         program: Program,
-        shipped: None,
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
-        values: int,
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
-        self.shipped, self.plan, self.moves = shipped, plan, moves
+        self.plan, self.moves = plan, moves
         self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._last = _Found()
