@@ -14,9 +14,8 @@ import torch
 
 from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
-from ..ambient import under
 from ..failure import capture
-from ..region import Region, inside, reseed
+from ..region import Region, run_body
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
 from ..resizing.shares import Shares
@@ -39,9 +38,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
 def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Any:
     settings, arguments = state.read(packet)
     region = Region(state.session, task.key, state.mesh, by_some=task.by_some)
-    reseed(region, state.session.rank)
-    with inside(region), under(settings):
-        return state.shipped(task.function)(*arguments)
+    return run_body(region, settings, state.shipped(task.function), arguments)
 
 
 def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Packet) -> None:
