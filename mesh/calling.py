@@ -18,13 +18,13 @@ from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
-from .launch.alike import flag_in
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
 from .put import as_tensor, put_on
 from .rank import counted
 from .remote.reference import Ref
+from .replication.values import flag_in
 from .request import Request, Span, donate, spans_of
 
 Signature = tuple[tuple, tuple]  # the kinds of the arguments, and the numbers and names among them

@@ -58,6 +58,15 @@ def check_of(check: str, call: int, ranks: int, *, first: bool) -> Check:
     return Check.VALUES if check == "always" or call & (call - 1) == 0 else Check.SCALARS
 
 
+def flag_in(leaf: Any) -> Any:
+    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
+    if type(leaf) is slice:
+        return flag_in(leaf.start), flag_in(leaf.stop), flag_in(leaf.step)
+    if isinstance(leaf, enum.Enum):
+        return leaf.name or str(leaf.value)  # a value may be one that can't be hashed
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
+
+
 class Leaf(Protocol):
     """What both sides know of a leaf."""
 
