@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from ..kernels.errors import SpecError
+from ..kernels.errors import SpecError, kind_text
 from . import trees
 from .array import Meta, meta
 from .failure import ranks_text
@@ -247,18 +247,14 @@ def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:
         return repr(leaf.value)[:60]
     mine = (rank_prints[rank] if rank_prints else None) or leaf.value
     if mine is None or leaf.dtype is None:
-        return _dtype_and_shape(leaf)
+        return kind_text(leaf.dtype, leaf.shape)
     return values.shown(mine, leaf.shape, leaf.dtype)
 
 
 def _kind(leaf: OutputMeta) -> str:
     if leaf.spec is None:
         return type(leaf.value).__name__
-    return f"{_dtype_and_shape(leaf)} {leaf.spec}"
-
-
-def _dtype_and_shape(leaf: OutputMeta) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return f"{kind_text(leaf.dtype, leaf.shape)} {leaf.spec}"
 
 
 def _check_shapes(

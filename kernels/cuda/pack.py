@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import dtype_name
+
 SOURCE = Path(__file__).parent / "bucket.cu"
 THREADS = 256
 _STEP = 2048  # elements; chunk sizes are multiples of it, so that every chunk of an aligned leaf is aligned
@@ -43,7 +45,7 @@ def kernel_name(direction: str, leaf: torch.dtype, wire: torch.dtype) -> str:
     """
     if _as_bytes(leaf, wire):
         return f"{direction}_bytes"
-    return "_".join((direction, *(str(dtype).removeprefix("torch.") for dtype in (leaf, wire))))
+    return "_".join((direction, *map(dtype_name, (leaf, wire))))
 
 
 def _as_bytes(leaf: torch.dtype, wire: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import SpecError
+from ...kernels.errors import SpecError, kind_text
 from ..batch import Deal
 from ..failure import ranks_text
 from ..replication.values import Check, flag_in, same_bytes, shown, tensor_print
@@ -97,4 +97,4 @@ def _show(kind: Any, printed: bytes | None) -> str:
     if isinstance(kind, str):
         return kind if printed is None else repr(pickle.loads(printed))[:60]
     shape, dtype = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
+    return kind_text(dtype, shape) if printed is None else shown(printed, shape, dtype)

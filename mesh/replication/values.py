@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.errors import kind_text
 from ...kernels.flat import as_bytes, strided_parts
 from ...kernels.torch_private import is_fake
 from ..spec import P
@@ -185,7 +186,7 @@ def shown(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> str:
     if all(size == 1 for size in shape):
         number = torch.frombuffer(bytearray(content), dtype=dtype)
         return str(number.numpy()[0] if dtype is torch.float32 else number.item())
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with other bytes (sum {_PRINT.unpack(content)[1]:.9g})"
+    return f"{kind_text(dtype, shape)} with other bytes (sum {_PRINT.unpack(content)[1]:.9g})"
 
 
 def digest(tensor: Tensor) -> bytes:
