@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels.copying import copy
@@ -57,6 +58,13 @@ class Leaf:
         """The tensor that begins `at` bytes into `base`."""
         found = base[at : at + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
         return torch.nn.Parameter(found, requires_grad=False) if self.frozen else found
+
+    def remade(self, data: Any, at: int) -> torch.Tensor:
+        """The tensor from its bytes, `at` bytes behind a multiple of 64, as the first lay: bits may depend on that."""
+        at -= at % self.dtype.itemsize
+        buffer = torch.empty(at + self.nbytes, dtype=torch.uint8, device="cpu")
+        buffer.numpy()[at:] = np.frombuffer(data, np.uint8)
+        return self.made(buffer, at)
 
 
 class KnownLayout:
@@ -314,12 +322,8 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
         elif leaf.kind == _STORED:
             found.append(leaf.made(bases[word >> _AT], word & (1 << _AT) - 1))
         else:
-            word -= word % leaf.dtype.itemsize
-            buffer = torch.empty(word + leaf.nbytes, dtype=torch.uint8, device="cpu")
-            if leaf.nbytes:
-                buffer[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
+            found.append(leaf.remade(record.pieces[at : at + leaf.nbytes], word))
             at += leaf.nbytes
-            found.append(leaf.made(buffer, word))
     return found
 
 
