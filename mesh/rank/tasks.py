@@ -93,10 +93,6 @@ def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet
     return found
 
 
-def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> None:
-    state.values.store(task.call, task.index, state.session.on_device(state.read(packet)), task.spec)
-
-
 def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> None:
     comm, rank, copier = state.session.comm(), state.session.rank, state.values.copier
     for (call, index), tensor, spec in () if copier is None else copier.fetch(task.copies):
@@ -129,7 +125,6 @@ DO: dict[type, Callable[[RankState, Any, wire.Packet], Any]] = {
     protocol.PutValues: put_values,
     protocol.FillValues: fill_values,
     protocol.FetchValue: fetch_value,
-    protocol.StoreValue: store_value,
     protocol.MoveValues: move_values,
     protocol.ReloadModules: reload_modules,
 }
