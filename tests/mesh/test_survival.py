@@ -613,6 +613,6 @@ def test_values_that_a_rank_lacks_come_from_others(shared_mesh) -> None:
         assert total(small).full().tolist() == [0.0, 2.0, 4.0]
         assert all(torch.equal(shard, torch.arange(1e5)) for shard in large.shards())
     lose_value(cut, 1)
-    with pytest.raises(PeerLost, match="argument 0 .*was lost with rank 1, which alone held a shard of it"):
+    with pytest.raises(PeerLost, match=r"argument 0 .*was lost with rank 1, which alone held a shard of it"):
         total(cut)
     assert total(small).full().tolist() == [0.0, 2.0, 4.0]
