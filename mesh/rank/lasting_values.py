@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -73,12 +72,14 @@ class KnownLayout:
     Attributes:
         specs: of each.
         large: indices of those too large for the ledger.
+        listed: how the ledger lists such values, once it does: see `LastingValues`.
     """
 
-    __slots__ = ("__weakref__", "_complex", "_dtypes", "_shapes", "_strides", "large", "specs")
+    __slots__ = ("_complex", "_dtypes", "_shapes", "_strides", "large", "listed", "specs")
 
     def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[P]):
         self.specs = tuple(specs)
+        self.listed: tuple[int, tuple[Leaf, ...], list[int]] | None = None
         self._shapes, self._strides, self._dtypes = _kinds(tensors)
         self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
         extents = [extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in tensors]
@@ -117,8 +118,6 @@ class LastingValues:
         self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
         self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
         self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry, and how to rebuild it
-        self._known: weakref.WeakKeyDictionary[KnownLayout, tuple[int, tuple[Leaf, ...], list[int]]]
-        self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
         """Move results, in place in the list, to memory that lasts, except those small enough for the ledger."""
@@ -195,11 +194,10 @@ class LastingValues:
 
     def _layout_of(self, known: KnownLayout, tensors: Sequence[Any]) -> tuple[int, tuple[Leaf, ...], list[int]]:
         """As `_layout`, and the bytes of each."""
-        found = self._known.get(known)
-        if found is None:
+        if known.listed is None:
             layout, leaves = self._layout(tensors, known.specs)
-            found = self._known[known] = layout, leaves, [leaf.nbytes for leaf in leaves]
-        return found
+            known.listed = layout, leaves, [leaf.nbytes for leaf in leaves]
+        return known.listed
 
     def _written_singly(
         self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]
