@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from .callsite import warn
-from .errors import CollectiveMismatch
+from .errors import CollectiveMismatch, dtype_name
 from .word_key import word_key
 
 _EVEN = (
@@ -70,7 +70,7 @@ class Call:
         key = (name, dtype, shape, detail, label, sizes)
         known = self._known.get(key)
         if known is None:
-            kind = "" if dtype is None else " " + str(dtype).removeprefix("torch.")
+            kind = "" if dtype is None else " " + dtype_name(dtype)
             text = f"{name}{kind}{'' if sizes is None else list(sizes)}{f' ({detail})' if detail else ''}"
             text += f" {label}" if label else ""
             known = self._known[key] = (word_key(*map(str, key[:5])), text)
@@ -231,4 +231,4 @@ def _text(nbytes: int, stamp: int) -> str:
     dtype = _DTYPES.get(stamp & _KIND)
     if dtype is None:
         return f"{nbytes} bytes of a dtype that torch {torch.__version__} lacks"
-    return f"{nbytes // dtype.itemsize} elements of {str(dtype).removeprefix('torch.')} ({nbytes} bytes)"
+    return f"{nbytes // dtype.itemsize} elements of {dtype_name(dtype)} ({nbytes} bytes)"

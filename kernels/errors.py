@@ -7,7 +7,7 @@ PyTorch would have caught: a wrong spec is a `ValueError`, a lost peer a `Connec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -96,6 +96,16 @@ def message(problem: str, *, got: object = None, expected: object = None, where:
     if remedy:
         text += f": {remedy}"
     return text
+
+
+def dtype_name(dtype: object) -> str:
+    """What messages and files call a dtype of torch: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def kind_text(dtype: object, shape: Iterable[int]) -> str:
+    """What messages say of a tensor: "float32[2, 3]"."""
+    return f"{dtype_name(dtype)}{list(shape)}"
 
 
 def no_attribute(obj: object, name: str, instead: Mapping[str, str]) -> AttributeError:

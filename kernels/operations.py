@@ -152,7 +152,7 @@ class Operations:
     Attributes:
         queue: collectives, in the order in which they were started.
         messages: sends and receives.
-        of_call: those that were started in the current call, if it is one of an @spmd function.
+        of_call: those of the current call, if it is one of an @spmd function, that the program may not know to be over.
     """
 
     def __init__(
@@ -198,9 +198,8 @@ class Operations:
         work = Work(self, what, steps, peers)
         self.messages.append(work)
         if (call := here.call) & 1:
-            if call != self._call:
-                self._call, self.of_call = call, []
-            self.of_call.append(work)
+            before = self.of_call if call == self._call else ()
+            self._call, self.of_call = call, [*(one for one in before if not (one.done and one.seen)), work]
         _active.add(self)
         self.progress_messages()
         return work

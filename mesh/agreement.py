@@ -10,15 +10,15 @@ import copy
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
-from ..kernels.errors import SpecError
+from ..kernels.errors import SpecError, kind_text
 from . import trees
-from .array import Meta, meta
+from .array import Array, Meta, meta
 from .failure import ranks_text
 from .replication import values
 from .replication.net import RANDOM
@@ -53,6 +53,30 @@ class Result:
     meta: Meta | None
     value: Any = None
     shapes: tuple[tuple[int, ...], ...] = ()
+
+
+class Assembled:
+    """The results of a call as a whole.
+
+    Args:
+        leaves: what each leaf is as a whole.
+
+    Attributes:
+        metas: what the Arrays show that stand for tensors.
+        arrays_only: whether all leaves are tensors.
+    """
+
+    __slots__ = ("arrays_only", "leaves", "metas", "treedef")
+
+    def __init__(self, treedef: Any, leaves: Sequence[Result]):
+        self.treedef, self.leaves = treedef, leaves
+        self.metas = tuple(leaf.meta for leaf in leaves if leaf.meta is not None)
+        self.arrays_only = len(self.metas) == len(leaves)
+
+    def tree(self, arrays: Iterable[Array]) -> Any:
+        """The tree that the call returns, with these Arrays for tensors."""
+        rest = iter(arrays)
+        return trees.unflatten(self.treedef, [leaf.value if leaf.meta is None else next(rest) for leaf in self.leaves])
 
 
 Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
@@ -97,8 +121,8 @@ def assemble(
     check: Check = Check.NOTHING,
     ragged: bool = False,
     remedy: str = SHARDS_OF_ONE,
-) -> tuple[Any, list[Result]]:
-    """The results' treedef, and what each leaf is as a whole.
+) -> Assembled:
+    """The results as a whole.
 
     Args:
         outputs: by rank.
@@ -145,23 +169,23 @@ def assemble(
         if ragged:
             shape = ragged_shape(shape, shapes, leaf.spec)
         results.append(Result(meta(shape, leaf.dtype, leaf.spec), shapes=shapes))
-    return treedef, results
+    return Assembled(treedef, results)
 
 
 @functools.lru_cache(maxsize=64)
 def _of_batch(
     layout: Layout, descriptions: tuple[bytes, ...], name: str, where: str, ragged: bool, remedy: str
-) -> tuple[Any, list[Result]]:
+) -> Assembled:
     return assemble(layout, decode_all(descriptions), name=name, where=where, ragged=ragged, remedy=remedy)
 
 
 def of_batch(
     layout: Layout, descriptions: tuple[bytes, ...], *, name: str, where: str, ragged: bool = False, remedy: str
-) -> tuple[Any, list[Result]]:
+) -> Assembled:
     """`assemble` for a batch, with a cache: most batches have the same descriptions as an earlier one."""
-    treedef, results = _of_batch(layout, descriptions, name, where, ragged, remedy)
-    own = [Result(None, copy.deepcopy(result.value)) if result.meta is None else result for result in results]
-    return treedef, own
+    found = _of_batch(layout, descriptions, name, where, ragged, remedy)
+    own = [Result(None, copy.deepcopy(leaf.value)) if leaf.meta is None else leaf for leaf in found.leaves]
+    return Assembled(found.treedef, own)
 
 
 def called(treedef: Any, index: int, name: str) -> str:
@@ -247,18 +271,14 @@ def _show(leaf: OutputMeta, rank_prints: list[bytes | None], rank: int) -> str:
         return repr(leaf.value)[:60]
     mine = (rank_prints[rank] if rank_prints else None) or leaf.value
     if mine is None or leaf.dtype is None:
-        return _dtype_and_shape(leaf)
+        return kind_text(leaf.dtype, leaf.shape)
     return values.shown(mine, leaf.shape, leaf.dtype)
 
 
 def _kind(leaf: OutputMeta) -> str:
     if leaf.spec is None:
         return type(leaf.value).__name__
-    return f"{_dtype_and_shape(leaf)} {leaf.spec}"
-
-
-def _dtype_and_shape(leaf: OutputMeta) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return f"{kind_text(leaf.dtype, leaf.shape)} {leaf.spec}"
 
 
 def _check_shapes(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..kernels.callsite import shows_only_users
-from ..kernels.errors import MeshError, SpecError
+from ..kernels.errors import MeshError, SpecError, dtype_name
 from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
@@ -288,7 +288,7 @@ class Array:
 
     def _kind(self) -> str:
         sizes = ", ".join("?" if size == RAGGED else str(size) for size in self.shape)
-        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+        return f"{dtype_name(self.dtype)}[{sizes}]"
 
     def grid(self, name: str = "") -> drawing.Grid:
         """A picture of which rank holds what."""

@@ -18,13 +18,13 @@ from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
-from .launch.alike import flag_in
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
 from .put import as_tensor, put_on
 from .rank import counted
 from .remote.reference import Ref
+from .replication.values import flag_in
 from .request import Request, Span, donate, spans_of
 
 Signature = tuple[tuple, tuple]  # the kinds of the arguments, and the numbers and names among them
@@ -45,7 +45,7 @@ def call(
     program: Program,
     source: Any,
     tree: tuple[tuple, dict[str, Any]],
-    request: Callable[[], Request],
+    request: Callable[[Mesh, tuple, dict[str, Any]], Request],
     *,
     check: str,
     holder: Any,
@@ -57,7 +57,7 @@ def call(
     Args:
         source: the function whose changes mean that the program must be sent again; None if it never changes.
         tree: (args, kwargs).
-        request: checks the arguments; called for the first call of a signature, and if something is wrong with them.
+        request: checks the arguments of a call on a mesh: for the first call of a signature, and if something is wrong.
         check: when replicas of results are compared: "first", "always" or "never".
         holder: lives as long as the program is worth keeping on the ranks.
         donates: whether some arguments are donated.
@@ -85,7 +85,7 @@ def call(
     if known is not None and not known.accepts(mesh, leaves, spans):
         known = None
     if known is None:
-        wanted = request()
+        wanted = request(mesh, *tree)
         signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
         plan, moves = wanted.plan(settings), _moves(leaves, wanted)
         leaves = wanted.leaves
@@ -105,8 +105,11 @@ def call(
         try:
             shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
             if known is None or known.shipped is not shipped:
-                made: Any = DriverCall if mesh.is_driver else LaunchedCall
-                known = made(mesh, session, program, shipped, treedef, plan, moves, _choice(leaves, plan))
+                settled = treedef, plan, moves
+                if shipped is None:
+                    known = LaunchedCall(mesh, session, program, *settled)
+                else:
+                    known = DriverCall(mesh, session, program, shipped, *settled, _choice(leaves, plan))
                 known.cuts = _cuts(leaves, plan)
             assert known is not None
             results = known(leaves, spans, key, this, check=check)

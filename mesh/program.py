@@ -20,7 +20,7 @@ from ..kernels.errors import SpecError
 from ..kernels.torch_private import version, versions
 from . import donation, trees
 from .agreement import path_in
-from .ambient import Ambient, under
+from .ambient import Ambient
 from .array import Array
 from .batch import BatchSplit
 from .purity.captured import Captured
@@ -28,16 +28,7 @@ from .purity.captured_state import CapturedState
 from .purity.entries import warn_of_changed
 from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import (
-    Region,
-    generators,
-    inside,
-    is_dropped,
-    is_swapped,
-    reseed,
-    restore_generators,
-    state_is_dropped,
-)
+from .region import Region, is_dropped, is_swapped, run_body, state_is_dropped
 from .remote.handle import Remote
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked
@@ -173,18 +164,16 @@ class CompiledCall:
         watched = self._watched(local) if first or choices else None
         if watched is not None:
             self._looked_at.clear()
-        region = Region(session, key, self._mesh, self._plan.batch, pure=True, looked_at=self._looked_at)
-        region.captured, region.updates = self._captured.trainable, [] if first else None
-        region.differing = self._differing
-        state = generators() if session.launched else None
-        reseed(region, session.rank)
-        try:
-            looks = NOTHING if net is None and watched is None else follow(net, watched)
-            with inside(region), under(self._plan.ambient), looks:
-                result = self._program.body(*args, **kwargs)
-        finally:
-            if state is not None:
-                restore_generators(state)
+        region = Region(
+            *(session, key, self._mesh, self._plan.batch),
+            pure=True,
+            captured=self._captured.trainable,
+            looked_at=self._looked_at,
+            differing=self._differing,
+            updates=[] if first else None,
+        )
+        looks = NOTHING if net is None and watched is None else follow(net, watched)
+        result = run_body(region, self._plan.ambient, self._program.body, args, kwargs, looks)
         # A donated tensor whose memory was taken has become a DonatedTensor; that memory may have been written to.
         if donation.DonatedTensor in map(type, tensors) or versions(tensors) != entered:
             self._check_unwritten(local, tensors, entered)

@@ -189,15 +189,6 @@ class FetchValue(Task):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoreValue(Task):
-    """Keep the content, a shard, as it is (on a rank that replaces a dead one)."""
-
-    call: int
-    index: int
-    spec: P
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class MoveValues(Task):
     """Bring values, named (call, index), to ranks that lack them. A move is (sender, receiver, values); an entry of
     `copies` is (receiver, address, port, the rank whose copies they are, values)."""
@@ -303,7 +294,7 @@ class Skipped(Message):
 
 _codec = Codec(
     *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Populate, Exit, DebuggerLine),
-    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, StoreValue, MoveValues, ReloadModules),
+    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, MoveValues, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..kernels.errors import MeshError
 from ..kernels.flat import storages
 from ..kernels.word_key import word_key
 from . import trees
+from .ambient import Ambient, under
 from .batch import BatchSplit
 from .rank.session import RankSession
 
@@ -182,6 +183,31 @@ def restore_generators(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def run_body(
+    region: Region,
+    settings: Ambient | None,
+    body: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    looks: contextlib.AbstractContextManager[Any] = _NOTHING,
+) -> Any:
+    """Run a region's body under its caller's settings, and within `looks`.
+
+    Torch's generator is seeded from the region's key; a launched rank's is put back, since the script goes on with it.
+    """
+    state = generators() if region.session.launched else None
+    reseed(region, region.session.rank)
+    try:
+        with inside(region), under(settings), looks:
+            return body(*args, **(kwargs or {}))
+    finally:
+        if state is not None:
+            restore_generators(state)
 
 
 # -- updates that are dropped ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..kernels.arguments import check_function, checked_rank, checked_ranks
 from ..kernels.callsite import shows_only_users
 from ..kernels.errors import MeshError, PeerLost
 from . import protocol, wire
-from .ambient import Ambient, ambient, under
+from .ambient import ambient
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
 from .driver.sending import content as content_of
@@ -26,7 +26,7 @@ from .driver.session import DriverSession
 from .driver.snapshot import sending_result, typed_sources
 from .launch import launched
 from .rank import counted
-from .region import Region, current, generators, inside, reseed, restore_generators
+from .region import Region, current, run_body
 from .remote import answers
 from .remote.handle import Remote
 from .remote.node import Node
@@ -96,7 +96,8 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 
     def here() -> tuple[Any, list[bytes]]:
         by_some = len({*chosen}) < layout.size
-        result = _call_here(self, fn, args, key, settings, by_some) if rank in chosen else None
+        region = Region(self.session, key, self, by_some=by_some)
+        result = run_body(region, settings, fn, args) if rank in chosen else None
         with sending_result(lambda: [("what the function returned", result)], self.session.where, (type(self),)):
             mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
         return result, self.session.comm().all_gather_bytes(mine)
@@ -174,19 +175,6 @@ def _message(
         return content_of(driver, (settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
 
     return functools.partial(protocol.CallFunction, function=shipped.key), content
-
-
-def _call_here(
-    mesh: MeshView, fn: Callable[..., Any], args: tuple, key: tuple, settings: Ambient | None, by_some: bool
-) -> Any:
-    state = generators()
-    region = Region(mesh.session, key, mesh, by_some=by_some)
-    reseed(region, mesh.session.rank)
-    try:
-        with inside(region), under(settings):
-            return fn(*args)
-    finally:
-        restore_generators(state)
 
 
 def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:

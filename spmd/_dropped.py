@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,15 +39,13 @@ _latest: weakref.ref | None = None  # what was called last
 _known: weakref.WeakKeyDictionary[Any, _Calls | None] = weakref.WeakKeyDictionary()
 
 
-def look(
-    step: Any, name: str, batch: str | None, arguments: Callable[[], Mapping[str, Any]], results: Any, *, quiet: bool
-) -> None:
+def look(step: Any, batch: str | None, arguments: tuple[tuple, dict[str, Any]], results: Any, *, quiet: bool) -> None:
     """Look at a call of a step, and warn if it is the last of several in a row whose results were dropped.
 
     Args:
-        step, name: what was called, and what it is called.
+        step: the @spmd function that was called.
         batch: the name of the argument with samples, which are others each time; None if there is none.
-        arguments: gives them by name.
+        arguments: (args, kwargs).
         quiet: another rank says it.
     """
     global _latest
@@ -58,7 +55,7 @@ def look(
         return
     if latest is None or latest() is not step:  # what was called in between may have used the results
         before = _FIRST
-    named = dict(arguments())
+    named = step.named(*arguments)
     samples = _tensors(named.pop(batch, None))
     renewed = _renewed(named, results)
     given = _tensors(named)
@@ -76,10 +73,10 @@ def look(
             return
         _known[step] = None
         if not quiet:
-            names = ", ".join(renewed)
+            name, names = step.program.name, ", ".join(renewed)
             problem = f"{name} returns new values of {names}, and this program drops them: nothing is trained"
-            remedy = f"write {names}, loss = {name}({', '.join(arguments())}), with all results in their order"
-            warn(problem, remedy=remedy)
+            written = f"{names}, loss = {name}({', '.join(step.named(*arguments))})"
+            warn(problem, remedy=f"write {written}, with all results in their order")
 
 
 def _renewed(arguments: dict[str, Any], results: Any) -> dict[str, Any]:

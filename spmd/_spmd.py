@@ -120,7 +120,8 @@ class Spmd(Transformable):
         except TypeError as error:
             raise shorten(TypeError(f"{self._name}() {error}")) from None
 
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by the names of their parameters."""
         return self._bound(args, kwargs).arguments
 
     def _outside(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -130,10 +131,9 @@ class Spmd(Transformable):
             args, kwargs = bound.args, bound.kwargs
         begin_step(mesh, self._name, None if self._parallel is None else self._parallel.settings)
 
-        request = functools.partial(self.request, mesh, args, kwargs)
         try:
             results = call(
-                *(mesh, self.program, self._f, (args, kwargs), request),
+                *(mesh, self.program, self._f, (args, kwargs), self.request),
                 check=self._check,
                 holder=self,
                 donates=bool(self._donate),
@@ -142,8 +142,7 @@ class Spmd(Transformable):
             args, kwargs = on_ranks(mesh, (args, kwargs))
             return self._outside(args, kwargs)
         batch = None if self._parallel is None else self._parallel.batch.name
-        named, quiet = functools.partial(self._named, args, kwargs), mesh.rank not in (None, 0)
-        _dropped.look(self, self._name, batch, named, results, quiet=quiet)
+        _dropped.look(self, batch, (args, kwargs), results, quiet=mesh.rank not in (None, 0))
         if _trace.ON:
             _trace.note(self._name, results, None if self._parallel is None else self._parallel.settings)
         return results

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .kernels.errors import dtype_name
 from .kernels.flat import as_bytes
 from .mesh import trees
 from .mesh.array import Array
@@ -64,4 +65,4 @@ def _seen(leaf: Any) -> tuple[str, str, Any]:
         if at + data.nbytes > _MOST_VALUES:
             return checksum, shown, None
         file.write(data.tobytes())
-    return checksum, shown, (at, str(value.dtype).removeprefix("torch."), list(value.shape))
+    return checksum, shown, (at, dtype_name(value.dtype), list(value.shape))

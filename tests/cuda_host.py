@@ -42,12 +42,10 @@ def launcher(on_host: Any) -> Callable[[str, int, tuple], None]:
     """What a `Table` calls to start a kernel."""
 
     def start(name: str, blocks: int, arguments: tuple) -> None:
-        table, leaves, chunk, bucket, scale = arguments
+        table, leaves, chunk, bucket = arguments
         sizes = ctypes.c_longlong(leaves), ctypes.c_longlong(chunk)
         kernel = ctypes.cast(getattr(on_host, name), ctypes.c_void_p)
-        on_host.launch(
-            kernel, blocks, 32, ctypes.c_void_p(table), *sizes, ctypes.c_void_p(bucket), ctypes.c_float(scale)
-        )
+        on_host.launch(kernel, blocks, 32, ctypes.c_void_p(table), *sizes, ctypes.c_void_p(bucket))
 
     return start
 

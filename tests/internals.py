@@ -203,6 +203,16 @@ def doctor_waits(seconds: float) -> None:
     doctor.SECONDS = seconds
 
 
+def lose_value(array: Any, rank: int) -> None:
+    """A rank lacks a value, and the driver knows, as after a move to a rank that was replaced has failed."""
+    from spmd.mesh import protocol
+
+    session, source, index = array.mesh.driver, array._source, array._index
+    source.settle()
+    session.tell(protocol.Free((source.number, index, index + 1), ()), ranks=[rank])
+    source.missing.setdefault(index, set()).add(rank)
+
+
 def values_held() -> int:
     """On a driver's rank: how many values it holds."""
     from spmd.mesh.rank.state import Values

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.errors import SpecError
+from ..kernels.errors import SpecError, kind_text
 from ..kernels.torch_private import without_torch_function
 from ..mesh import trees
 from ..mesh.failure import ranks_text
@@ -203,4 +203,4 @@ def shown(leaf: Any) -> str:
         return repr(leaf)[:60]
     if leaf.dim() == 0 and not is_inexact(leaf):
         return repr(leaf.item())
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return kind_text(leaf.dtype, leaf.shape)

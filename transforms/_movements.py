@@ -45,9 +45,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     """
 
     def lined_up(stacked: Tensor) -> Tensor:
-        at = check_dim("all_gather", "dim", dim, stacked.dim() - bool(tiled))
-        result = stacked.movedim(0, at)
-        return result.flatten(at, at + 1) if tiled else result
+        return _united(stacked, check_dim("all_gather", "dim", dim, stacked.dim() - bool(tiled)), tiled)
 
     def fits(leaf: Tensor, size: int) -> bool:
         return isinstance(dim, int) and -leaf.dim() - (not tiled) <= dim < leaf.dim() + (not tiled)
@@ -108,6 +106,12 @@ def _divisible(dim: Any, tiled: bool) -> Callable[[Tensor, int], bool]:
     return fits
 
 
+def _united(parts: Tensor, dim: int, tiled: bool) -> Tensor:
+    """The first dimension put at `dim`; if `tiled`, the parts are joined along that dimension."""
+    result = parts.movedim(0, dim)
+    return result.flatten(dim, dim + 1) if tiled else result
+
+
 def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor:
     """`leaf` with a new first dimension of `size` parts of `dim` (which goes, unless `tiled`)."""
     length = leaf.shape[dim]
@@ -145,9 +149,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
         return _divide("all_to_all", leaf, split, size, tiled)
 
     def lined_up(parts: Tensor) -> Tensor:
-        concat = check_dim("all_to_all", "concat_dim", concat_dim, parts.dim() - bool(tiled))
-        result = parts.movedim(0, concat)
-        return result.flatten(concat, concat + 1) if tiled else result
+        return _united(parts, check_dim("all_to_all", "concat_dim", concat_dim, parts.dim() - bool(tiled)), tiled)
 
     def fits(leaf: Tensor, size: int) -> bool:
         divisible = _divisible(split_dim, tiled)(leaf, size)

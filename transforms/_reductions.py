@@ -89,10 +89,7 @@ def pmax(x: Any, axis: Axis) -> Any:
 
     Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the maximum, shared among ties.
     """
-    if is_dynamo_compiling() and traceable(x, axis, replicates=True):
-        return each("pmax", x, axis)
-    axes, comm = group("pmax", axis)
-    return each_leaf("pmax", lambda leaf: known(leaf, run(Extreme(comm, "max"), leaf), same=axes), x)
+    return _extreme("pmax", "max", x, axis)
 
 
 @names_checked
@@ -101,10 +98,14 @@ def pmin(x: Any, axis: Axis) -> Any:
 
     Args, Returns, Raises: as `psum`. The gradient goes to the ranks that hold the minimum, shared among ties.
     """
+    return _extreme("pmin", "min", x, axis)
+
+
+def _extreme(name: str, op: str, x: Any, axis: Axis) -> Any:
     if is_dynamo_compiling() and traceable(x, axis, replicates=True):
-        return each("pmin", x, axis)
-    axes, comm = group("pmin", axis)
-    return each_leaf("pmin", lambda leaf: known(leaf, run(Extreme(comm, "min"), leaf), same=axes), x)
+        return each(name, x, axis)
+    axes, comm = group(name, axis)
+    return each_leaf(name, lambda leaf: known(leaf, run(Extreme(comm, op), leaf), same=axes), x)
 
 
 def counted(leaf: Tensor) -> Tensor:

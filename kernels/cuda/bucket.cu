@@ -1,4 +1,4 @@
-// Packs and unpacks a bucket: all its leaves in one launch, cast and scaled on the way.
+// Packs and unpacks a bucket: all its leaves in one launch, cast on the way.
 //
 // Why: a bucket has hundreds of leaves, and copying each would be a launch of its own. Here a table in device memory
 // says where the leaves lie, and each block copies one chunk of one leaf. Invariant: every element is read once and
@@ -23,7 +23,7 @@ struct Half {
 struct Bfloat {
   unsigned short bits;
 };
-// Leaves that are neither cast nor scaled are copied as bytes.
+// Leaves of dtypes that are not cast are copied as bytes.
 struct Byte {
   unsigned char bits;
 };
@@ -147,30 +147,28 @@ __device__ __forceinline__ bool aligned(const T* address) {
   return (reinterpret_cast<unsigned long long>(address) & 15) == 0;
 }
 
-// CuPy's compiler options make arithmetic flush subnormal numbers to zero, so without scaling there is no arithmetic.
-__device__ __forceinline__ float scaled(float value, float scale) { return scale == 1.0f ? value : value * scale; }
-
+// Without arithmetic: CuPy's compiler options make it flush subnormal numbers to zero.
 template <typename From, typename To>
-__device__ __forceinline__ void convert(const From& x, float scale, To& y) {
-  narrow(scaled(widen(x), scale), y);
+__device__ __forceinline__ void convert(const From& x, To& y) {
+  narrow(widen(x), y);
 }
 
 template <typename From, typename To, int N>
-__device__ __forceinline__ void convert(const Group<From, N>& x, float scale, Group<To, N>& y) {
+__device__ __forceinline__ void convert(const Group<From, N>& x, Group<To, N>& y) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) convert(x.lane[i], scale, y.lane[i]);
+  for (int i = 0; i < N; ++i) convert(x.lane[i], y.lane[i]);
 }
 
-__device__ __forceinline__ void convert(const Byte& x, float, Byte& y) { y = x; }
+__device__ __forceinline__ void convert(const Byte& x, Byte& y) { y = x; }
 
 template <int N>
-__device__ __forceinline__ void convert(const Group<Byte, N>& x, float, Group<Byte, N>& y) {
+__device__ __forceinline__ void convert(const Group<Byte, N>& x, Group<Byte, N>& y) {
   y = x;
 }
 
 // Copy `count` elements with all threads of the block; a null `from` gives zeros.
 template <typename From, typename To>
-__device__ __forceinline__ void copy(const From* from, To* to, Count count, float scale) {
+__device__ __forceinline__ void copy(const From* from, To* to, Count count) {
   const int kGroup = 16 / (sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To));
   const Count thread = threadIdx.x, threads = blockDim.x;
   if (!from) {
@@ -182,7 +180,7 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
   head = head < count ? head : count;
   const Count groups = (count - head) / kGroup;
   const Count tail = head + groups * kGroup;
-  for (Count i = thread; i < head; i += threads) convert(from[i], scale, to[i]);
+  for (Count i = thread; i < head; i += threads) convert(from[i], to[i]);
   const bool whole = aligned(from + head);
 #pragma unroll 4
   for (Count g = thread; g < groups; g += threads) {
@@ -195,10 +193,10 @@ __device__ __forceinline__ void copy(const From* from, To* to, Count count, floa
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) in.lane[i] = from[at + i];
     }
-    convert(in, scale, out);
+    convert(in, out);
     out.store(to + at);
   }
-  for (Count i = tail + thread; i < count; i += threads) convert(from[i], scale, to[i]);
+  for (Count i = tail + thread; i < count; i += threads) convert(from[i], to[i]);
 }
 
 // This block's part: where it lies in the leaf and in the bucket.
@@ -219,14 +217,14 @@ struct Part {
   }
 };
 
-#define KERNELS(name, Element, Wire)                                                                                  \
-  extern "C" __global__ void pack_##name(const Count* table, Count leaves, Count chunk, void* bucket, float scale) {   \
-    const Part<Element, Wire> part(table, leaves, chunk, bucket);                                                      \
-    copy<Element, Wire>(part.leaf, part.wire, part.count, scale);                                                      \
-  }                                                                                                                   \
-  extern "C" __global__ void unpack_##name(const Count* table, Count leaves, Count chunk, void* bucket, float scale) { \
-    const Part<Element, Wire> part(table, leaves, chunk, bucket);                                                      \
-    copy<Wire, Element>(part.wire, part.leaf, part.count, scale);                                                      \
+#define KERNELS(name, Element, Wire)                                                                      \
+  extern "C" __global__ void pack_##name(const Count* table, Count leaves, Count chunk, void* bucket) {   \
+    const Part<Element, Wire> part(table, leaves, chunk, bucket);                                         \
+    copy<Element, Wire>(part.leaf, part.wire, part.count);                                                \
+  }                                                                                                       \
+  extern "C" __global__ void unpack_##name(const Count* table, Count leaves, Count chunk, void* bucket) { \
+    const Part<Element, Wire> part(table, leaves, chunk, bucket);                                         \
+    copy<Wire, Element>(part.wire, part.leaf, part.count);                                                \
   }
 
 KERNELS(float32_float32, float, float)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from ..errors import dtype_name
 from ..reduction import Op, Pairwise
 
 # NCCL's names for torch's dtypes.
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-NAMES = {dtype: f"NCCL_{str(dtype).removeprefix('torch.').upper()}" for dtype in (*_INTEGERS, *_FLOATS)}
+NAMES = {dtype: f"NCCL_{dtype_name(dtype).upper()}" for dtype in (*_INTEGERS, *_FLOATS)}
 _OPS = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN", "avg": "NCCL_AVG"}
 _BOOLEAN = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

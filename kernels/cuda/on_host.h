@@ -52,13 +52,13 @@ static inline unsigned short host_to_half(float x) {
 }
 
 
-typedef void Kernel(const long long*, long long, long long, void*, float);
+typedef void Kernel(const long long*, long long, long long, void*);
 
 extern "C" void launch(Kernel* kernel, unsigned blocks, unsigned threads, const long long* table, long long leaves,
-                       long long chunk, void* bucket, float scale) {
+                       long long chunk, void* bucket) {
   blockDim.x = threads;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(table, leaves, chunk, bucket, scale);
+    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(table, leaves, chunk, bucket);
 }
 
 extern "C" long long accesses(int refused) { return refused ? refused_accesses : vector_accesses; }

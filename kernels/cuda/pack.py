@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import dtype_name
+
 SOURCE = Path(__file__).parent / "bucket.cu"
 THREADS = 256
 _STEP = 2048  # elements; chunk sizes are multiples of it, so that every chunk of an aligned leaf is aligned
@@ -36,14 +38,14 @@ def has_kernel(leaf: torch.dtype, wire: torch.dtype) -> bool:
 
 
 def kernel_name(direction: str, leaf: torch.dtype, wire: torch.dtype) -> str:
-    """The name of a kernel in the source; leaves that are neither cast nor scaled are copied as bytes.
+    """The name of a kernel in the source; leaves of dtypes that are not cast are copied as bytes.
 
     >>> kernel_name("pack", torch.float32, torch.bfloat16), kernel_name("unpack", torch.int64, torch.int64)
     ('pack_float32_bfloat16', 'unpack_bytes')
     """
     if _as_bytes(leaf, wire):
         return f"{direction}_bytes"
-    return "_".join((direction, *(str(dtype).removeprefix("torch.") for dtype in (leaf, wire))))
+    return "_".join((direction, *map(dtype_name, (leaf, wire))))
 
 
 def _as_bytes(leaf: torch.dtype, wire: torch.dtype) -> bool:
@@ -56,7 +58,7 @@ class Table:
     Args:
         starts, lengths: of every leaf in the bucket, in elements.
         leaf_dtype, wire_dtype: of the leaves and of the bucket, for which `has_kernel` is True. If they are the same
-            and not among `DTYPES`, elements are copied as bytes, and not scaled.
+            and not among `DTYPES`, elements are copied as bytes.
         launch: `launch(name, blocks, arguments)` starts a kernel on the current stream; None is CuPy.
     """
 
@@ -83,19 +85,19 @@ class Table:
         self._known: tuple[tuple[int, list[int]], Tensor] | None = None  # (stream, addresses), and the table there
         self._captured: list[Tensor] = []  # what a captured graph reads when it is replayed
 
-    def pack(self, leaves: Sequence[Tensor | None], bucket: Tensor, scale: float = 1.0) -> None:
-        """Write the leaves, times `scale`, into the bucket; None stands for zeros. Leaves must be dense."""
-        self._run("pack", leaves, bucket, scale)
+    def pack(self, leaves: Sequence[Tensor | None], bucket: Tensor) -> None:
+        """Write the leaves into the bucket; None stands for zeros. Leaves must be dense."""
+        self._run("pack", leaves, bucket)
 
-    def unpack(self, bucket: Tensor, leaves: Sequence[Tensor], scale: float = 1.0) -> None:
-        """Write the bucket's elements, times `scale`, into the leaves."""
-        self._run("unpack", leaves, bucket, scale)
+    def unpack(self, bucket: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Write the bucket's elements into the leaves."""
+        self._run("unpack", leaves, bucket)
 
-    def _run(self, direction: str, leaves: Sequence[Tensor | None], bucket: Tensor, scale: float) -> None:
+    def _run(self, direction: str, leaves: Sequence[Tensor | None], bucket: Tensor) -> None:
         if not self.blocks:
             return
         table = self._for([0 if leaf is None or not leaf.numel() else leaf.data_ptr() for leaf in leaves], bucket)
-        arguments = (table.data_ptr(), self.leaves, self.chunk, bucket.data_ptr(), scale)
+        arguments = (table.data_ptr(), self.leaves, self.chunk, bucket.data_ptr())
         self._launch(kernel_name(direction, *self._dtypes), self.blocks, arguments)
 
     def _for(self, addresses: list[int], bucket: Tensor) -> Tensor:
@@ -151,8 +153,8 @@ def _launch(name: str, blocks: int, arguments: tuple) -> None:
     import cupy
     import numpy as np
 
-    table, leaves, chunk, bucket, scale = arguments
+    table, leaves, chunk, bucket = arguments
     device = torch.cuda.current_device()
-    integers = [np.uint64(table), np.int64(leaves), np.int64(chunk), np.uint64(bucket)]
+    integers = np.uint64(table), np.int64(leaves), np.int64(chunk), np.uint64(bucket)
     with cupy.cuda.Stream.from_external(_Stream(_stream())):
-        _kernel(name, device)((blocks,), (THREADS,), (*integers, np.float32(scale)))
+        _kernel(name, device)((blocks,), (THREADS,), integers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -47,6 +48,34 @@ def framed(number: int, pieces: Sequence[memoryview], codes: MessageCodes | None
             yield piece
             of_body.update(piece)
         yield memoryview(of_body.digest())
+
+
+class Backlog:
+    """What a connection has not taken yet.
+
+    Attributes:
+        pieces: in the order in which they are to be sent.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self.pieces: deque[memoryview] = deque()
+
+    def push(self) -> bool:
+        """Send what the connection takes now, without waiting; whether that was everything."""
+        while self.pieces:
+            try:
+                self.advance(self._connection.send(self.pieces[0], socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return False
+        return True
+
+    def advance(self, sent: int) -> None:
+        """Note how many bytes of the first piece were sent."""
+        if sent == len(self.pieces[0]):
+            self.pieces.popleft()
+        else:
+            self.pieces[0] = self.pieces[0][sent:]
 
 
 class Frames:

@@ -62,11 +62,10 @@ class DriverCall:
 
     def _begin(self) -> None:
         self._encoded: list[bytes] = []  # the ranks' descriptions of the results, and `_found`, put together from them
-        self._found: tuple[Any, list[agreement.Result]] | None = None
+        self._found: agreement.Assembled | None = None
         self._count = 0
         # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
-        self._expected: tuple[Any, tuple[Meta, ...]] | None = None
-        self._result_metas: tuple[Any, tuple[Meta, ...], bool] | None = None  # derived from `_found`, see `_metas_of`
+        self._expected: agreement.Assembled | None = None
 
     def for_other_values(self) -> DriverCall:
         """The same for other numbers and names, with which results of other shapes may come back."""
@@ -113,26 +112,17 @@ class DriverCall:
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS
-        if self._expected is not None and not waits:
-            treedef, hints = self._expected
-            arrays = results.arrays(task, hints, functools.partial(self._as_expected, task, treedef, looked))
+        expected = self._expected
+        if expected is not None and not waits:
+            arrays = results.arrays(task, expected.metas, functools.partial(self._as_expected, task, expected, looked))
             driver.in_flight(task)
-            return trees.unflatten(treedef, arrays)
-        treedef, found = self._finish(task, looked)
+            return trees.unflatten(expected.treedef, arrays)
+        found = self._finish(task, looked)
         if looked is Check.TYPES:
             driver.shipped.note_followed(self._follows, self._axes)
-        _, metas, arrays_only = self._metas_of(found)
-        self._expected = (treedef, metas) if arrays_only else None
+        self._expected = found if found.arrays_only else None
         results.take_numbers(task)
-        rest = iter(results.arrays(None, metas))
-        return trees.unflatten(treedef, [result.value if result.meta is None else next(rest) for result in found])
-
-    def _metas_of(self, found: list[agreement.Result]) -> tuple[Any, tuple[Meta, ...], bool]:
-        """The results, the `Meta` of each that is an Array, and whether all are."""
-        if self._result_metas is None or self._result_metas[0] is not found:
-            metas = tuple(result.meta for result in found if result.meta is not None)
-            self._result_metas = found, metas, len(metas) == len(found)
-        return self._result_metas
+        return found.tree(results.arrays(None, found.metas))
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""
@@ -171,8 +161,8 @@ class DriverCall:
             if index in span.source.missing
         ]
 
-    def _finish(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
-        """Wait for a call: its results' structure, and what each is as a whole."""
+    def _finish(self, task: Task, looked: Check) -> agreement.Assembled:
+        """Wait for a call, and put its results together."""
         try:
             encoded = self._driver.wait(task).values()
             if self._found is None or encoded != self._encoded or len(set(task.prints.values())) > 1:
@@ -182,7 +172,7 @@ class DriverCall:
             self._driver.run_state.note_failure(task)
             raise
 
-    def _assembled(self, task: Task, looked: Check) -> tuple[Any, list[agreement.Result]]:
+    def _assembled(self, task: Task, looked: Check) -> agreement.Assembled:
         return agreement.assemble(
             self._layout,
             agreement.decode_all(task.values()),
@@ -202,17 +192,16 @@ class DriverCall:
             return lambda: found
         return None
 
-    def _as_expected(self, task: Task, treedef: Any, looked: Check) -> Sequence[Meta]:
+    def _as_expected(self, task: Task, expected: agreement.Assembled, looked: Check) -> Sequence[Meta]:
         """Shapes, dtypes and specs of a call's results, which must have the structure that Arrays were made for."""
-        found, results = self._finish(task, looked)
-        _, metas, arrays_only = self._metas_of(results)
-        if found != treedef or not arrays_only:
+        found = self._finish(task, looked)
+        if found.treedef != expected.treedef or not found.arrays_only:
             self._driver.run_state.note_failure(task)
             raise SpecError(
                 f"{self._name} returned another structure than before for the same kind of arguments",
-                got=str(found),
-                expected=str(treedef),
+                got=str(found.treedef),
+                expected=str(expected.treedef),
                 where=self._where,
                 remedy="return the same tree of tensors, or a number, which makes calls synchronous",
             )
-        return metas
+        return found.metas

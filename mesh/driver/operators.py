@@ -137,7 +137,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 program,
                 func,
                 (args, kwargs),
-                lambda: Request(mesh, name, args, kwargs, specs, None),
+                lambda mesh, args, kwargs: Request(mesh, name, args, kwargs, specs, None),
                 check="never",
                 holder=operation,
                 flat=(leaves, treedef),

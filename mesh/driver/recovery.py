@@ -18,6 +18,7 @@ from ...kernels.limits import named_limits
 from .. import protocol
 from ..failure import combine, is_unexplained, ranks_text
 from ..hosts.moving import Moves, moves_of
+from ..rank.interrupts import uninterrupted
 from .answers import Answers, Session
 from .pending import Outcome, Task
 from .ranks import Rank
@@ -237,6 +238,17 @@ class Recovery:
         if moves.lost or not send:
             session.shipped.drop_naming_values()
         return ready
+
+    def move_values(self) -> None:
+        """Try again to bring values back, since a call needs some of them; raises the error if it fails once more."""
+        session = self._session
+        with session.lock:
+            session.ready()
+            moves = self._moves = moves_of(session, ())
+            with uninterrupted():
+                moves.send(session)
+        if moves.task is not None:
+            session.wait(moves.task)
 
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
         """Send again what the replaced ranks left undone."""

@@ -74,6 +74,7 @@ class DriverSession(Owned):
         self.regions, self.run_state, self.uncopied = 0, RunState(), Uncopied()
         self.pending, self._flight = Pending(self.run_state), Flight()
         self._recovery = Recovery(self, mesh.grace)
+        self.move_values = self._recovery.move_values
         self.debugging = Debugging(lambda rank, line: self.tell(line, ranks=[rank]), self._recovery.answers.wait)
         self.receiving = Receiving(self._recovery, layout)
         self.options: dict[str, Any] = {name: getattr(mesh, name) for name in _OPTIONS}

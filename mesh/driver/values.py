@@ -23,8 +23,8 @@ from ..protocol import ALL, Spans, each_span
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
+from .lost_values import lost
 from .pending import Task
-from .replicas import copy_from_replicas
 from .session_view import Session
 
 
@@ -116,13 +116,14 @@ class CallValues:
         return [] if self._gone or self._live != len(self._ids) else self._ids
 
     def restore(self, index: int, name: str = "a value on this mesh") -> None:
-        """Bring a value (`name` in messages) to replaced ranks: read it again, or copy it from ranks that have it."""
+        """Bring a value (`name` in messages) to replaced ranks: read it again, or move it from ranks that have it."""
         self.check(self.session)
         if not self.missing.get(index):
             return
         if self.read is None:
-            copy_from_replicas(self.session, self.number, self.meta(index), index, self.missing[index], name)
-            self.missing.pop(index, None)
+            self.session.move_values()
+            if missing := self.missing.get(index):
+                raise lost(self.session, self.meta(index), missing, name)
             return
         ranks = sorted(self.unread_on)
         self.was_read(ranks)

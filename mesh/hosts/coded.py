@@ -9,11 +9,10 @@ import os
 import socket
 import struct
 import sys
-from collections import deque
 from typing import Any
 
 from ...kernels.network.authentication import MessageCodes
-from ...kernels.network.frames import Changed, Frames
+from ...kernels.network.frames import Backlog, Changed, Frames
 from ...kernels.network.frames import framed as coded
 from .. import wire
 
@@ -40,27 +39,17 @@ class CodedSender:
     """Sends packets to another host without ever waiting; see `wire.Sender`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
-        self._connection, self._codes = connection, MessageCodes(key)
-        self._waiting: deque[memoryview] = deque()
+        self._backlog, self._codes = Backlog(connection), MessageCodes(key)
 
     def send(self, packet: wire.Packet) -> bool:
-        self._waiting.extend(coded(0, [memoryview(piece).cast("B") for piece in framed(packet)], self._codes))
+        self._backlog.pieces.extend(coded(0, [memoryview(piece).cast("B") for piece in framed(packet)], self._codes))
         return self.flush()
 
     def flush(self) -> bool:
-        while self._waiting:
-            try:
-                sent = self._connection.send(self._waiting[0], socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            if sent == len(self._waiting[0]):
-                self._waiting.popleft()
-            else:
-                self._waiting[0] = self._waiting[0][sent:]
-        return True
+        return self._backlog.push()
 
     def close(self) -> None:
-        self._waiting.clear()
+        self._backlog.pieces.clear()
 
 
 class CodedReceiver:

@@ -255,7 +255,4 @@ def _unpacked(data: memoryview) -> tuple[torch.Tensor, P]:
     rest = data[_LENGTH.size + length :]
     if leaf.pickled:
         return wire.from_bytes(bytes(rest)), spec
-    at -= at % leaf.dtype.itemsize
-    buffer = torch.empty(at + leaf.nbytes, dtype=torch.uint8, device="cpu")
-    buffer.numpy()[at:] = rest
-    return leaf.made(buffer, at), spec
+    return leaf.remade(rest, at), spec

@@ -6,7 +6,6 @@ Invariant: `send` never waits for the other end, so that a host that does not re
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import socket
@@ -18,7 +17,7 @@ from typing import Any
 
 from ...kernels.network.authentication import MessageCodes, code
 from ...kernels.network.codec import Message
-from ...kernels.network.frames import Changed, Frames, framed
+from ...kernels.network.frames import Backlog, Changed, Frames, framed
 from ...kernels.processes import Owned
 from .coded import NotOfThisMesh, keep_alive
 from .greeting import Greeted, Greeting, answering, opening
@@ -108,7 +107,7 @@ class Link(Owned):
         self._codes = MessageCodes(sending)
         self._received: list[tuple[Any, bytes]] = []
         self._frames = Frames(connection, MessageCodes(receiving), self._take)
-        self._backlog: collections.deque[memoryview] = collections.deque()
+        self._backlog = Backlog(connection)
         self._changed = threading.Condition()
         self.ended = False
         self._writer: threading.Thread | None = None
@@ -126,7 +125,7 @@ class Link(Owned):
         with self._changed:
             if self.ended:
                 return
-            self._backlog.extend(self._framed(msg, content))
+            self._backlog.pieces.extend(self._framed(msg, content))
             if self._writer is None and not self._push():
                 self._writer = threading.Thread(target=self._write, name="spmd-link", daemon=True)
                 self._writer.start()
@@ -150,38 +149,28 @@ class Link(Owned):
     def _push(self) -> bool:
         """Write what the connection takes now; whether that was everything."""
         try:
-            while self._backlog:
-                sent = self.connection.send(self._backlog[0], socket.MSG_DONTWAIT)
-                self._advance(sent)
-        except BlockingIOError:
-            return False
+            return self._backlog.push()
         except OSError:  # its end is noticed by reading
-            self._backlog.clear()
-        return True
-
-    def _advance(self, sent: int) -> None:
-        if sent == len(self._backlog[0]):
-            self._backlog.popleft()
-        else:
-            self._backlog[0] = self._backlog[0][sent:]
+            self._backlog.pieces.clear()
+            return True
 
     def _write(self) -> None:
         """A thread's main function: writes until there is nothing more to write."""
         while True:
             with self._changed:
-                if not self._backlog or self.ended:
+                if not self._backlog.pieces or self.ended:
                     self._writer = None
                     return
-                piece = self._backlog[0]
+                piece = self._backlog.pieces[0]
             try:
                 sent = self.connection.send(piece)
             except OSError:
                 sent = -1
             with self._changed:
                 if sent < 0:
-                    self._backlog.clear()
-                elif self._backlog:
-                    self._advance(sent)
+                    self._backlog.pieces.clear()
+                elif self._backlog.pieces:
+                    self._backlog.advance(sent)
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +205,7 @@ class Link(Owned):
             return
         with self._changed:
             self.ended = True
-            self._backlog.clear()
+            self._backlog.pieces.clear()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 

@@ -19,7 +19,7 @@ from ...kernels.network.interface import address_of, chosen, towards
 from .coded import NotOfThisMesh
 from .host_list import HostList
 from .launchers import dialled_address
-from .link import GREETING_SECONDS, Link, greet_host, listener
+from .link import GREETING_SECONDS, Link, greet_host
 from .protocol import Hello, versions
 from .serving import STRANGERS, Serving
 
@@ -59,10 +59,6 @@ class Meeting:
             except OSError as error:
                 remedy = "see that its launcher can be run"
                 raise MeshError(f"host {name} can't be reached", got=str(error), remedy=remedy) from None
-
-    def for_store(self) -> socket.socket:
-        """A listening socket where the hosts reach this process, for the ranks' store."""
-        return listener(self.address)
 
     def hosts(self) -> list[tuple[str, Link, Any]]:
         """Wait for all hosts; returns each one's name, link and launcher's handle, which the caller then owns.

@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import protocol
 from ..array import Array
+from ..driver.lost_values import remedy
 from ..driver.pending import Task
-from ..driver.replicas import remedy
 from ..driver.values import CallValues
 from ..spec import Layout
 from .uncopied import ValuesSession

@@ -30,7 +30,7 @@ from .coded import framed
 from .hearing import Inbox
 from .host_list import HostList
 from .launchers import DialledHosts
-from .link import mesh_key
+from .link import listener, mesh_key
 from .meeting import Dialling, Meeting
 from .rank_host import RankHost, Reading, RemoteRank
 from .relaying.tree import Tree
@@ -139,11 +139,11 @@ class HostRanks(Ranks):
 
     def _keep_store(self, meeting: Meeting) -> None:
         """Open the store in which the ranks meet; all entries are authenticated with the mesh's key."""
-        address, listener = meeting.address, meeting.for_store()
-        port = listener.getsockname()[1]
+        address, listening = meeting.address, listener(meeting.address)  # where the hosts reach this process
+        port = listening.getsockname()[1]
         self._store_at = address, port
         self._store = dist.TCPStore(
-            address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         where = f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
         self.request = dataclasses.replace(self.request, store=where)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ...kernels.errors import SpecError
+from ...kernels.errors import SpecError, kind_text
 from ..batch import Deal
 from ..failure import ranks_text
-from ..replication.values import Check, same_bytes, shown, tensor_print
+from ..replication.values import Check, flag_in, same_bytes, shown, tensor_print
 
 # Types of non-tensor values that are compared, besides flags; of others it isn't known whether they should be the same.
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
@@ -44,15 +43,6 @@ def given_argument(leaf: Any, check: Check) -> tuple[Any, bytes | None]:
         return type(leaf).__name__, pickle.dumps(leaf)
     flag = flag_in(leaf)
     return type(leaf).__name__, None if flag is None else pickle.dumps(flag)
-
-
-def flag_in(leaf: Any) -> Any:
-    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
-    if type(leaf) is slice:
-        return flag_in(leaf.start), flag_in(leaf.stop), flag_in(leaf.step)
-    if isinstance(leaf, enum.Enum):
-        return leaf.name or str(leaf.value)  # a value may be one that can't be hashed
-    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 def refuse_differing(
@@ -107,4 +97,4 @@ def _show(kind: Any, printed: bytes | None) -> str:
     if isinstance(kind, str):
         return kind if printed is None else repr(pickle.loads(printed))[:60]
     shape, dtype = kind
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}" if printed is None else shown(printed, shape, dtype)
+    return kind_text(dtype, shape) if printed is None else shown(printed, shape, dtype)

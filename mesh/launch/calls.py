@@ -26,7 +26,7 @@ from ...kernels.word_key import word_key
 from .. import agreement, trees
 from ..agreement import path_in
 from ..ambient import made_within_torch_func
-from ..array import Array, Meta
+from ..array import Array
 from ..batch import Deal
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
@@ -40,43 +40,36 @@ from .alike import PLAIN, SEED, Given, given_argument, refuse_differing, refuse_
 
 
 @dataclasses.dataclass(slots=True)
-class _Found:
-    """What is known of the last results of a compiled call, which calls with other numbers and names share.
+class _Last:
+    """The last results of a compiled call, which calls with other numbers and names share."""
 
-    Attributes:
-        metas: of the results that are tensors.
-    """
-
-    results: tuple[Any, list[agreement.Result]] | None = None
-    metas: list[Meta] = dataclasses.field(default_factory=list)
+    results: agreement.Assembled | None = None
 
 
 class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
 
     Args:
-        shipped: None, since nothing is sent.
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
-        values: of no use here.
     """
+
+    shipped = None  # nothing is sent
 
     def __init__(
         self,
         mesh: Any,
         session: RankSession,
         program: Program,
-        shipped: None,
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
-        values: int,
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
-        self.shipped, self.plan, self.moves = shipped, plan, moves
+        self.plan, self.moves = plan, moves
         self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
-        self._last = _Found()
+        self._last = _Last()
         self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
 
@@ -115,24 +108,21 @@ class LaunchedCall:
         except BaseException:
             self._call.forget()
             raise
-        assert self._last.results is not None
-        treedef, results = self._last.results
+        found = self._last.results
+        assert found is not None
         tensors, shapes = [], []
-        for value, result in zip(outcome.leaves, results, strict=True):
+        for value, result in zip(outcome.leaves, found.leaves, strict=True):
             if result.meta is not None:
                 # A result that shares memory with a tensor passed in is copied: the caller may change that tensor.
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
-        arrays = iter(
-            LocalValues(self._session, tensors, self._last.metas, shapes, region=self._session.regions).arrays(
-                self._mesh
-            )
-        )
-        made = [
+        local = LocalValues(self._session, tensors, found.metas, shapes, region=self._session.regions)
+        arrays = iter(local.arrays(self._mesh))
+        made = [  # what is no tensor as this rank has it
             value if result.meta is None else next(arrays)
-            for value, result in zip(outcome.leaves, results, strict=True)
+            for value, result in zip(outcome.leaves, found.leaves, strict=True)
         ]
-        return trees.unflatten(treedef, made)
+        return trees.unflatten(found.treedef, made)
 
     def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
         self._count += 1
@@ -157,7 +147,7 @@ class LaunchedCall:
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
             everyone = agreement.decode_all([encoded for _, encoded in gathered])
             outputs = {rank: (_as_here(its, outcome.treedef), metas) for rank, (its, metas) in everyone.items()}
-            found = agreement.assemble(
+            self._last.results = agreement.assemble(
                 layout,
                 outputs,
                 name=self._name,
@@ -166,8 +156,6 @@ class LaunchedCall:
                 prints=[prints for prints, _ in gathered],
                 check=looked,
             )
-            self._last.results = found
-            self._last.metas = [result.meta for result in found[1] if result.meta is not None]
         return outcome
 
 

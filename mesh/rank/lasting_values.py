@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels.copying import copy
@@ -58,6 +58,13 @@ class Leaf:
         found = base[at : at + self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
         return torch.nn.Parameter(found, requires_grad=False) if self.frozen else found
 
+    def remade(self, data: Any, at: int) -> torch.Tensor:
+        """The tensor from its bytes, `at` bytes behind a multiple of 64, as the first lay: bits may depend on that."""
+        at -= at % self.dtype.itemsize
+        buffer = torch.empty(at + self.nbytes, dtype=torch.uint8, device="cpu")
+        buffer.numpy()[at:] = np.frombuffer(data, np.uint8)
+        return self.made(buffer, at)
+
 
 class KnownLayout:
     """The memory layout of values that are all plain tensors: later values need only be checked against it.
@@ -65,12 +72,14 @@ class KnownLayout:
     Attributes:
         specs: of each.
         large: indices of those too large for the ledger.
+        listed: how the ledger lists such values, once it does: see `LastingValues`.
     """
 
-    __slots__ = ("__weakref__", "_complex", "_dtypes", "_shapes", "_strides", "large", "specs")
+    __slots__ = ("_complex", "_dtypes", "_shapes", "_strides", "large", "listed", "specs")
 
     def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[P]):
         self.specs = tuple(specs)
+        self.listed: tuple[int, tuple[Leaf, ...], list[int]] | None = None
         self._shapes, self._strides, self._dtypes = _kinds(tensors)
         self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
         extents = [extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in tensors]
@@ -109,8 +118,6 @@ class LastingValues:
         self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
         self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
         self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry, and how to rebuild it
-        self._known: weakref.WeakKeyDictionary[KnownLayout, tuple[int, tuple[Leaf, ...], list[int]]]
-        self._known = weakref.WeakKeyDictionary()  # as `_layouts`, and the bytes of each
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
         """Move results, in place in the list, to memory that lasts, except those small enough for the ledger."""
@@ -187,11 +194,10 @@ class LastingValues:
 
     def _layout_of(self, known: KnownLayout, tensors: Sequence[Any]) -> tuple[int, tuple[Leaf, ...], list[int]]:
         """As `_layout`, and the bytes of each."""
-        found = self._known.get(known)
-        if found is None:
+        if known.listed is None:
             layout, leaves = self._layout(tensors, known.specs)
-            found = self._known[known] = layout, leaves, [leaf.nbytes for leaf in leaves]
-        return found
+            known.listed = layout, leaves, [leaf.nbytes for leaf in leaves]
+        return known.listed
 
     def _written_singly(
         self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]
@@ -314,12 +320,8 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
         elif leaf.kind == _STORED:
             found.append(leaf.made(bases[word >> _AT], word & (1 << _AT) - 1))
         else:
-            word -= word % leaf.dtype.itemsize
-            buffer = torch.empty(word + leaf.nbytes, dtype=torch.uint8, device="cpu")
-            if leaf.nbytes:
-                buffer[word:] = torch.frombuffer(bytearray(record.pieces[at : at + leaf.nbytes]), dtype=torch.uint8)
+            found.append(leaf.remade(record.pieces[at : at + leaf.nbytes], word))
             at += leaf.nbytes
-            found.append(leaf.made(buffer, word))
     return found
 
 

@@ -14,9 +14,8 @@ import torch
 
 from ...kernels.shm.blocks import Result
 from .. import agreement, protocol, wire
-from ..ambient import under
 from ..failure import capture
-from ..region import Region, inside, reseed
+from ..region import Region, run_body
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
 from ..resizing.shares import Shares
@@ -39,9 +38,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
 def call_function(state: RankState, task: protocol.CallFunction, packet: wire.Packet) -> Any:
     settings, arguments = state.read(packet)
     region = Region(state.session, task.key, state.mesh, by_some=task.by_some)
-    reseed(region, state.session.rank)
-    with inside(region), under(settings):
-        return state.shipped(task.function)(*arguments)
+    return run_body(region, settings, state.shipped(task.function), arguments)
 
 
 def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Packet) -> None:
@@ -96,10 +93,6 @@ def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet
     return found
 
 
-def store_value(state: RankState, task: protocol.StoreValue, packet: wire.Packet) -> None:
-    state.values.store(task.call, task.index, state.session.on_device(state.read(packet)), task.spec)
-
-
 def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet) -> None:
     comm, rank, copier = state.session.comm(), state.session.rank, state.values.copier
     for (call, index), tensor, spec in () if copier is None else copier.fetch(task.copies):
@@ -132,7 +125,6 @@ DO: dict[type, Callable[[RankState, Any, wire.Packet], Any]] = {
     protocol.PutValues: put_values,
     protocol.FillValues: fill_values,
     protocol.FetchValue: fetch_value,
-    protocol.StoreValue: store_value,
     protocol.MoveValues: move_values,
     protocol.ReloadModules: reload_modules,
 }

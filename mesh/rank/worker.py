@@ -157,17 +157,13 @@ class Worker(Owned):
                 self._ends, self._held = True, (error, error.__traceback__)
             why = f"ended, as its process can use its GPU no more: {fault}" if fault else ""
             answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _flush()
         return answer
 
     def _end_if_forked(self, status: int) -> None:
         """End a child process that the task has forked and that got here: only the rank itself answers."""
         if self.foreign:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
+            _flush()
             os._exit(status)
 
     def _packed(self, message: protocol.Message, content: Any = None) -> wire.Packet:
@@ -197,8 +193,7 @@ class Worker(Owned):
         """For a debugger that has written `text`, a line from the driver's terminal; empty at the end of the input."""
         if self.foreign:  # the driver's messages are for the rank to read
             return ""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()
         self._questions += 1
         with uninterrupted():
             self._send(protocol.DebuggerPrompt(self._questions, text))
@@ -264,6 +259,12 @@ class TracedWorker(Worker):
         except Exception:  # it can't be read here, as the answer will say
             pass
         return type(task).__name__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from .. import agreement, protocol, trees
+from .. import agreement, protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
 from ..driver.pending import Task
@@ -84,15 +84,8 @@ class Asked:
     ) -> Any:
         """Its tree of Arrays, from each rank's description; for the arguments see `fill`."""
         where = self._answers.where
-        treedef, results = agreement.of_batch(
-            self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy
-        )
-        metas = [result.meta for result in results if result.meta is not None]
-        arrays: list[Any] = self.values.arrays(None, metas, deal=deal)
-        if len(metas) < len(results):
-            rest = iter(arrays)
-            arrays = [result.value if result.meta is None else next(rest) for result in results]
-        return trees.unflatten(treedef, arrays)
+        found = agreement.of_batch(self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy)
+        return found.tree(self.values.arrays(None, found.metas, deal=deal))
 
 
 def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:

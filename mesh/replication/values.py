@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...kernels.errors import kind_text
 from ...kernels.flat import as_bytes, strided_parts
 from ...kernels.torch_private import is_fake
 from ..spec import P
@@ -56,6 +57,15 @@ def check_of(check: str, call: int, ranks: int, *, first: bool) -> Check:
     if ranks == 1:
         return Check.SCALARS  # nothing to compare, but the numbers are sent all the same
     return Check.VALUES if check == "always" or call & (call - 1) == 0 else Check.SCALARS
+
+
+def flag_in(leaf: Any) -> Any:
+    """What may decide a result's shape or spec, in a value that is no tensor; not floats, which change too often."""
+    if type(leaf) is slice:
+        return flag_in(leaf.start), flag_in(leaf.stop), flag_in(leaf.step)
+    if isinstance(leaf, enum.Enum):
+        return leaf.name or str(leaf.value)  # a value may be one that can't be hashed
+    return leaf if isinstance(leaf, int | str | torch.dtype | None) else None
 
 
 class Leaf(Protocol):
@@ -176,7 +186,7 @@ def shown(content: bytes, shape: Sequence[int], dtype: torch.dtype) -> str:
     if all(size == 1 for size in shape):
         number = torch.frombuffer(bytearray(content), dtype=dtype)
         return str(number.numpy()[0] if dtype is torch.float32 else number.item())
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with other bytes (sum {_PRINT.unpack(content)[1]:.9g})"
+    return f"{kind_text(dtype, shape)} with other bytes (sum {_PRINT.unpack(content)[1]:.9g})"
 
 
 def digest(tensor: Tensor) -> bytes:

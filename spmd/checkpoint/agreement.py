@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..data.loader import Loader
-from ..kernels.errors import SpmdError
+from ..kernels.errors import SpmdError, dtype_name, kind_text
 from ..mesh.array import Array
 from ..mesh.failure import ranks_text
 from ..mesh.mesh import Mesh
@@ -85,11 +85,11 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
 def _kind(leaf: Any) -> str:
     """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved."""
     if isinstance(leaf, Array):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}, {leaf.spec}"
+        return f"{kind_text(leaf.dtype, leaf.shape)}, {leaf.spec}"
     if isinstance(leaf, torch.Tensor):
         kind = "" if leaf.layout is torch.strided else f", {leaf.layout}"
         shape = "(nested)" if leaf.is_nested else list(leaf.shape)
-        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}{kind}, a plain tensor{' on meta' * leaf.is_meta}"
+        return f"{dtype_name(leaf.dtype)}{shape}{kind}, a plain tensor{' on meta' * leaf.is_meta}"
     if isinstance(leaf, Loader):
         return f"a Loader at {leaf.state_dict()}"
     if isinstance(leaf, bool | str | type(None)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data.loader import Loader
-from ..kernels.errors import SpecError
+from ..kernels.errors import SpecError, dtype_name
 from ..mesh import strides
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh
@@ -155,7 +155,7 @@ def check_alike(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
 def _check_tensor(path: str, entry: Entry, leaf: Any, ranks: int) -> None:
     if tuple(entry["shape"]) != tuple(leaf.shape) and not _is_padded_alike(entry, leaf, ranks):
         raise _differs("shape", path, tuple(entry["shape"]), tuple(leaf.shape))
-    dtype = str(leaf.dtype).removeprefix("torch.")
+    dtype = dtype_name(leaf.dtype)
     if entry["dtype"] != dtype:
         raise _differs("dtype", path, entry["dtype"], dtype)
 

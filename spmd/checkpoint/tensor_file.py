@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.errors import dtype_name
 from . import schema
 from .direct import DirectFile
 from .schema import Invalid
@@ -73,7 +74,7 @@ def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     header, end = {}, 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
     for name, tensor in ordered:
-        code = CODES[str(tensor.dtype).removeprefix("torch.")]
+        code = CODES[dtype_name(tensor.dtype)]
         offsets = [end, end := end + tensor.numel() * tensor.element_size()]
         header[name] = {"dtype": code, "shape": [*tensor.shape], "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()

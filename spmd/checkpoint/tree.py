@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..data.loader import Loader
-from ..kernels.errors import SpecError
+from ..kernels.errors import SpecError, dtype_name
 from ..mesh import containers, trees
 from ..mesh.array import Array
 from ..mesh.put import as_tensor, is_array
@@ -90,7 +90,7 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
     if isinstance(leaf, torch.Tensor | Array):
         _check_storable(leaf, path)
         cut = values.cut(leaf) if isinstance(leaf, Array) else {"spec": []}
-        return {"tensor": True, "dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape), **cut}
+        return {"tensor": True, "dtype": dtype_name(leaf.dtype), "shape": list(leaf.shape), **cut}
     if isinstance(leaf, Loader):
         return {"loader": leaf.state_dict(), "deals": leaf.settings}
     if isinstance(leaf, Sampler):
@@ -105,7 +105,7 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
 
 
 def _check_storable(leaf: Any, path: str) -> None:
-    if str(leaf.dtype).removeprefix("torch.") not in CODES and not getattr(leaf, "is_quantized", False):
+    if dtype_name(leaf.dtype) not in CODES and not getattr(leaf, "is_quantized", False):
         raise _unwritable(path, f"a tensor of {leaf.dtype}", f"one of {', '.join(CODES)}")
     if not isinstance(leaf, torch.Tensor):
         return

@@ -1,7 +1,8 @@
-"""Batches of one epoch that were asked for and not yet taken."""
+"""Batches of a dataset of either kind, and those of one epoch that were asked for and not yet taken."""
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,25 @@ from typing import Any
 from ..mesh.driver.snapshot import Snapshot
 from ..mesh.mesh import Mesh
 from ..mesh.readers.asking import Reader
+
+
+class Batches:
+    """What the batches of both kinds of datasets have in common."""
+
+    source: str
+    _reader: Any
+    _seen: Snapshot | None = None  # what a launched rank last read with
+
+    def _see_changes(self, mesh: Mesh, *parts: Any) -> None:
+        """Go on without workers, which have copies, if anything that batches are read with has changed.
+
+        Only on a launched rank: a driver notices it for its ranks.
+        """
+        if mesh.is_driver or (self._seen is not None and self._seen.unchanged(parts)):
+            return
+        if self._seen is not None:
+            self._reader = copy.copy(self._reader)
+        self._seen = Snapshot(parts)
 
 
 class Feed:
@@ -32,20 +52,6 @@ class Feed:
     def is_brief(self) -> bool:
         """Whether the ranks took next to no time to read the last batches that were taken."""
         return self._reader.is_brief
-
-
-class LastSeen:
-    """What a launched rank last read with; its workers have copies of that. A driver checks this for its own ranks."""
-
-    def __init__(self) -> None:
-        self._seen: Snapshot | None = None
-
-    def has_changed(self, *parts: Any) -> bool:
-        """Whether anything in these parts has changed since the last call, as far as `Snapshot` sees."""
-        if self._seen is not None and self._seen.unchanged(parts):
-            return False
-        first, self._seen = self._seen is None, Snapshot(parts)
-        return not first
 
 
 def in_words(settings: Mapping[str, Any]) -> str:

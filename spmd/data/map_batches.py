@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,11 +19,11 @@ from ..mesh.mesh import Mesh
 from ..mesh.put import as_tensor, is_array
 from ..mesh.readers.filled import fill
 from ..transforms import Sampler
-from .feed import Feed, LastSeen, in_words
+from .feed import Batches, Feed, in_words
 from .reading import ONE_LENGTH, MapReader
 
 
-class MapBatches:
+class MapBatches(Batches):
     """The batches of a map-style dataset, or of a tree of tensors.
 
     Args:
@@ -50,7 +49,6 @@ class MapBatches:
         self.shards, self.steps = shards, len(self.sampler)
         self.source = in_words(self.settings)
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
-        self._seen = LastSeen()
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
 
@@ -75,10 +73,11 @@ class MapBatches:
 
     def begin(self, mesh: Mesh, epoch: int, step: int, position: None) -> _Feed:
         """Ask for the batches of an epoch from a step on."""
-        self._see_changes(mesh)
+        self._check_length()
+        self._see_changes(mesh, self._reader.data, self._reader.collate)
         return _Feed(self, mesh, epoch, step)
 
-    def _see_changes(self, mesh: Mesh) -> None:
+    def _check_length(self) -> None:
         """Take the dataset as it is by now; refuse another length, since the sampler has the old one."""
         if self._leaves is None:
             length = len(self._dataset)
@@ -94,8 +93,6 @@ class MapBatches:
                 expected=f"{self.sampler.length}, as when the Loader was made",
                 remedy="make a new Loader",
             )
-        if not mesh.is_driver and self._seen.has_changed(self._reader.data, self._reader.collate):
-            self._reader = copy.copy(self._reader)  # without its workers
 
 
 class _Feed(Feed):

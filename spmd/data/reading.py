@@ -1,4 +1,4 @@
-"""Reading a rank's part of a minibatch of a map-style dataset, or of a tree of tensors.
+"""Reading a rank's part of a minibatch: what all readers share, and that of a map-style dataset or a tree of tensors.
 
 Invariant: what is read depends only on the sampler, the epoch, the step and the rank's place, and a sample's random
 numbers only on (seed, epoch, the sample's id). So a worker process can read as well as the rank itself.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,12 +43,46 @@ OWN_NUMBERS = (
 )
 
 
-class MapReader:
-    """Reads a rank's part of a minibatch; shipped to the ranks once, and from there to their workers.
+class PartReader:
+    """Reads a rank's part of each batch, by `read`; shipped to the ranks once, and from there to their workers.
 
     Args:
+        called: what it reads, in messages.
         ahead: number of processes that read for the rank, batches to ask of them ahead, and the most bytes of these.
     """
+
+    def __init__(self, called: str, ahead: tuple[int, int, int]):
+        self.__qualname__ = called
+        self._ahead = ahead
+        self._queue: ReadAhead | None = None
+        self._empty: Any = None  # a batch without its samples, once this process has seen one
+        self._looked = False  # whether what the user wrote draws random numbers of its own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_queue": None, "_empty": None, "_looked": False}
+
+    def read(self, *request: Any, **more: Any) -> Any:
+        """What a request asks for, read in this process."""
+        raise NotImplementedError
+
+    def _read_ahead(self, workers: int) -> ReadAhead:
+        """What the processes read that read for this rank."""
+        if self._queue is None:
+            # A copy: a reference cycle through this object would keep the processes until a garbage collection.
+            self._queue = ReadAhead(Pool(copy.copy(self).read, workers), *self._ahead[1:])
+        return self._queue
+
+    def _looking(self, roots: Sequence[tuple[Any, str]], reads: Any, read: Callable[[], Any]) -> Any:
+        """What `read` gives, with a warning if generators of the roots' own were drawn from; see `OwnGenerators`."""
+        self._looked = True
+        generators = OwnGenerators(roots, reads)
+        found = read()
+        generators.check(SAME_NUMBERS, OWN_NUMBERS)
+        return found
+
+
+class MapReader(PartReader):
+    """Reads a rank's part of a minibatch of a map-style dataset, or of a tree of tensors."""
 
     def __init__(
         self,
@@ -59,28 +93,20 @@ class MapReader:
         shards: int | None,
         ahead: tuple[int, int, int] = (0, 0, 0),
     ):
-        self.__qualname__ = "the Loader's dataset"  # in messages
+        super().__init__("the Loader's dataset", ahead)
         self.data, self.map_style, self.collate = data, map_style, collate
         self.sampler, self.shards = sampler, shards
-        self._ahead = ahead
-        self._queue: ReadAhead | None = None
         self._columns: tuple[list[Any], Any] | None = None  # of a tree of tensors: its leaves and treedef, once read
-        self._empty: Any = None  # a batch as this process last collated it, without its samples
-        self._looked = False  # whether the dataset draws random numbers of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None, "_columns": None, "_empty": None, "_looked": False}
+        return {**super().__getstate__(), "_columns": None}
 
     def __call__(
         self, session: RankSession, axis: str, epoch: int, step: int
     ) -> tuple[Any, list[Any], list[OutputMeta]]:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
         if self._ahead[0]:
-            if self._queue is None:
-                # A copy: a reference cycle through this object would keep the processes until a garbage collection.
-                pool = Pool(copy.copy(self).read, self._ahead[0])
-                self._queue = ReadAhead(pool, *self._ahead[1:])
-            (batch,) = self._queue.next((mine, parts, epoch, step), self._following)
+            (batch,) = self._read_ahead(self._ahead[0]).next((mine, parts, epoch, step), self._following)
         elif self.map_style:
             batch = self.read(mine, parts, epoch, step)
         else:
@@ -98,13 +124,10 @@ class MapReader:
         groups = self._groups(len(ids), mine, parts, self._total(step))
         if self._looked or mine or max(parts, self._ahead[0]) == 1:  # one rank is enough to tell
             return self._collated(ids, epoch, step, groups)
-        self._looked = True
         kind = type(self.data)
         roots = [(self.data, kind.__name__), (self.collate, "collate_fn")]
-        generators = OwnGenerators(roots, getattr(kind, "__getitem__", None))
-        batch = self._collated(ids, epoch, step, groups)
-        generators.check(SAME_NUMBERS, OWN_NUMBERS)
-        return batch
+        reads = getattr(kind, "__getitem__", None)
+        return self._looking(roots, reads, lambda: self._collated(ids, epoch, step, groups))
 
     def _rows(self, mine: int, parts: int, epoch: int, step: int) -> tuple[list[torch.Tensor], Any]:
         """The part for a tree of tensors, as leaves and treedef."""

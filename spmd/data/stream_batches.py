@@ -6,7 +6,6 @@ first batch to which no virtual stream gives a sample.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from ..kernels.errors import SpecError
 from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.readers.filled import fill_streams
-from .feed import Feed, LastSeen, in_words
+from .feed import Batches, Feed, in_words
 from .reading import ONE_LENGTH
 from .stream_reading import StreamReader
 from .streams import Stream
@@ -31,7 +30,7 @@ class _Unsized(SpecError, TypeError):
     """What has no length: a TypeError, which `list` and progress bars expect."""
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """The batches of a Stream.
 
     Args:
@@ -63,7 +62,6 @@ class StreamBatches:
         self.stream, self.batch_size, self.count, self.shards = stream, batch_size, count, shards
         shuffle, drop_last = checked_flag("Loader", "shuffle", shuffle), checked_flag("Loader", "drop_last", drop_last)
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self._seen = LastSeen()
         self.source = in_words(self.settings)
         self._reader = StreamReader(stream, batch_size, count, seed, shuffle, collate, ahead)
 
@@ -100,8 +98,7 @@ class StreamBatches:
 
     def begin(self, mesh: Mesh, epoch: int, step: int, position: Any) -> _Feed:
         """Ask for the batches of an epoch from a position on."""
-        if not mesh.is_driver and self._seen.has_changed(self._reader.stream, self._reader.collate):
-            self._reader = copy.copy(self._reader)  # without its workers
+        self._see_changes(mesh, self._reader.stream, self._reader.collate)
         return _Feed(self, mesh, epoch, step, position)
 
 

@@ -7,7 +7,6 @@ reads it. A request comes with a position from which a rank or worker that repla
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections import OrderedDict
@@ -16,13 +15,11 @@ from typing import Any
 
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
-from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.rank.session import RankSession
-from ..mesh.readers.pool import Pool
 from ..mesh.spec import split_sizes, strided_sizes
 from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
-from .reading import OWN_NUMBERS, SAME_NUMBERS, ReadAhead, described, joined, without_samples
+from .reading import PartReader, described, joined, without_samples
 from .rows import collated, seen
 from .streams import Stream
 
@@ -41,12 +38,11 @@ class _Run:
     open: dict[int, Any]
 
 
-class StreamReader:
-    """Reads a rank's part of a batch; shipped to the ranks once, and from there to their workers.
+class StreamReader(PartReader):
+    """Reads a rank's part of a batch of virtual streams.
 
     Args:
         count: number of virtual streams.
-        ahead: number of processes that read for the rank, batches to ask of them ahead, and the most bytes of these.
     """
 
     def __init__(
@@ -59,18 +55,14 @@ class StreamReader:
         collate: Any,
         ahead: tuple[int, int, int],
     ):
-        self.__qualname__ = "the Loader's Stream"  # in messages
+        super().__init__("the Loader's Stream", ahead)
         self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
-        self._ahead = ahead
         self._functions = [*stream.functions(), *(() if collate is None else (collate,))]  # may draw random numbers
-        self._looked = False  # whether they draw any of their own
         self._runs: OrderedDict[int, _Run] = OrderedDict()
-        self._queue: ReadAhead | None = None
-        self._empty: Any = None  # a batch without its samples, once one was seen
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_queue": None, "_runs": OrderedDict(), "_empty": None, "_looked": False}
+        return {**super().__getstate__(), "_runs": OrderedDict()}
 
     def __call__(
         self, session: RankSession, axis: str, run: int, epoch: int, step: int, base: Base
@@ -94,12 +86,8 @@ class StreamReader:
         """What these streams give to a step's batch, in order: from where they are, or else from `base` on."""
         known = self._runs.get(run)
         if self._functions and not self._looked and streams and streams[0] == 0 and len(streams) < self.count:
-            self._looked = True
             roots = [(function, getattr(function, "__name__", "")) for function in self._functions]
-            generators = OwnGenerators(roots, self._functions[0])
-            given = self.read(run, epoch, step, streams, base)
-            generators.check(SAME_NUMBERS, OWN_NUMBERS)
-            return given
+            return self._looking(roots, self._functions[0], lambda: self.read(run, epoch, step, streams, base))
         with own_random_numbers(bool(self._functions)), one_thread(True):
             if known is None or known.step != step or not {*streams} <= {*known.open}:
                 known = self._runs[run] = _Run(step, self._opened(epoch, step, streams, base))
@@ -141,9 +129,6 @@ class StreamReader:
         self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base
     ) -> tuple[Counts, list[Any]]:
         workers = min(self._ahead[0], max(1, len(streams)))
-        if self._queue is None:
-            pool = Pool(copy.copy(self).read, workers)
-            self._queue = ReadAhead(pool, *self._ahead[1:])
         ends = list(itertools.accumulate(split_sizes(len(streams), workers)))
         shares = [streams[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -153,7 +138,7 @@ class StreamReader:
 
         counts: Counts = {}
         batches: list[Any] = []
-        for mine, made in self._queue.next((run, epoch, step), following):
+        for mine, made in self._read_ahead(workers).next((run, epoch, step), following):
             counts |= mine
             batches += made
         return counts, batches

@@ -22,7 +22,7 @@ from ..kernels.errors import SpecError, SpmdError
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
 from .hyper import is_numeric, lent, mentions, refuse_unknown, written
-from .leaves import REFUSED, Leaf, State, refuse_leaf
+from .leaves import REFUSED, Leaf, State, refuse_leaf, refuse_step
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
 # from arbitrary momentum).
@@ -181,22 +181,9 @@ class Engine:
                 instance.step()
             else:
                 self._bare_step(instance)
-        except KeyError as error:
-            if self._bare_step is None or any(not one.state or error.args[0] in one.state for one in together):
-                raise
-            problem = f"{self.cls.__name__} finds no {error.args[0]!r} in opt_state, which another optimizer has made"
-            had = f"{[*together[0].state]} for each parameter"
-            remedy = "restore with the class and options of the run that was saved, or begin with opt.init(params)"
-            raise SpecError(problem, got=had, remedy=remedy) from None
-        except RuntimeError as error:
-            if not str(error).endswith("consider Adam instead"):  # `SparseAdam`'s, of dense gradients
-                raise
-            remedy = (
-                f"for {self.cls.__name__} keep the rows that are not zero, grads[name].to_sparse(1); torch.optim.Adam "
-                "steps all rows"
-            )
-            problem = f"{self.cls.__name__} takes sparse gradients, and value_and_grad gives dense ones, of all layers"
-            raise SpecError(problem, got=str(error), remedy=remedy) from None
+        except (KeyError, RuntimeError) as error:
+            refuse_step(self.cls, error, together)
+            raise
         for one in together:
             one.param.grad = None
         for (job, start, stop), some in zip(batch, lent, strict=True):

@@ -106,6 +106,30 @@ def refuse_leaf(cls: str, make: Callable[[list[Tensor]], Any], leaves: Sequence[
             raise SpecError(problem, got=f"{list(leaf.param.shape)}", remedy=remedy) from error
 
 
+def refuse_step(cls: type, error: Exception, stepped: Iterable[Any]) -> None:
+    """Say what is wrong if one of torch's optimizers fails on another one's state, or on gradients of another kind.
+
+    Args:
+        stepped: what it was lent for each parameter, `blocks.Lent`.
+    """
+    name = cls.__name__
+    if not cls.__module__.startswith("torch.optim"):
+        return
+    if isinstance(error, KeyError) and all(one.state and error.args[0] not in one.state for one in stepped):
+        raise SpecError(
+            f"{name} finds no {error.args[0]!r} in opt_state, which another optimizer has made",
+            got=f"{[*next(iter(stepped)).state]} for each parameter",
+            remedy="restore with the class and options of the run that was saved, or begin with opt.init(params)",
+        ) from None
+    if name == "SparseAdam" and not any(one.grad.is_sparse for one in stepped):
+        raise SpecError(
+            f"{name} takes sparse gradients, and value_and_grad gives dense ones, of all layers",
+            got=str(error),
+            remedy=f"for {name} keep the rows that are not zero, grads[name].to_sparse(1); torch.optim.Adam "
+            "steps all rows",
+        ) from None
+
+
 def refuse_torchs(leaves: Sequence[Leaf], state: Mapping[Any, State]) -> None:
     """Refuse state by numbers, as torch's `state_dict` has it, or by names of parameters instead of paths."""
     paths = {leaf.path for leaf in leaves}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import transforms
-from ..kernels.errors import MeshError, SpecError
+from ..kernels.errors import MeshError, SpecError, dtype_name
 from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
@@ -70,7 +70,7 @@ def kind_of(leaf: Leaf) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _kind(dtype: torch.dtype, axes: frozenset[str], group: int) -> str:
-    name = str(dtype).removeprefix("torch.") + "".join(f"/{name}" for name in sorted(axes))
+    name = dtype_name(dtype) + "".join(f"/{name}" for name in sorted(axes))
     return name + (f":{group}" if group else "")
 
 
@@ -242,7 +242,7 @@ class _Division:
             )
             if key[0] not in "[.":
                 whose = "other trainable parameters than these, or of these in another order"
-                dtypes = sorted({str(leaf.param.dtype).removeprefix("torch.") for leaf in self._leaves})
+                dtypes = sorted({dtype_name(leaf.param.dtype) for leaf in self._leaves})
                 dtype = re.split(r"\W", key)[0]
                 if dtype not in dtypes:
                     whose = f"parameters of {dtype}, and these are of {' and '.join(dtypes)}"

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import arena_bytes, asked_by_a_rank_that_ended, asked_of_a_lost_zygote, zygote_of, zygote_that_stands_by
+from internals import (
+    arena_bytes,
+    asked_by_a_rank_that_ended,
+    asked_of_a_lost_zygote,
+    lose_value,
+    zygote_of,
+    zygote_that_stands_by,
+)
 from patience import HANGS, end_within, until
 from scripts import run
 from torch import nn
@@ -594,3 +601,19 @@ def test_a_rank_that_is_ahead_has_overwritten_what_the_call_before_reads(make_me
 def test_a_bad_on_loss(make_mesh):
     with pytest.raises(MeshError, match="unknown on_loss"):
         make_mesh({"data": 2}, on_loss="ignore")
+
+
+def test_values_that_a_rank_lacks_come_from_others(shared_mesh) -> None:
+    """Small and large ones, all at once, when a call needs one of them; a shard that nobody else had is named."""
+    mesh = shared_mesh({"data": 2})
+    small, large = put(torch.arange(3.0), mesh=mesh), put(torch.arange(1e5), mesh=mesh)
+    cut = put(torch.arange(4.0), P("data"), mesh=mesh)
+    total = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    for rank in (1, 0):
+        lose_value(small, rank), lose_value(large, rank)
+        assert total(small).full().tolist() == [0.0, 2.0, 4.0]
+        assert all(torch.equal(shard, torch.arange(1e5)) for shard in large.shards())
+    lose_value(cut, 1)
+    with pytest.raises(PeerLost, match=r"argument 0 .*was lost with rank 1, which alone held a shard of it"):
+        total(cut)
+    assert total(small).full().tolist() == [0.0, 2.0, 4.0]
