@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import multiprocessing
 import os
 import resource
@@ -22,6 +23,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -141,6 +143,35 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before
         os._exit(1)
+
+
+def cores() -> int:
+    """How many cores this process can use: those that it may run on, or fewer by what its container gets of them."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), processor_limit()))
+
+
+def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> float:
+    """The seconds of processor time in a second that control groups leave this process: Docker's --cpus; inf for any.
+
+    Args:
+        proc: the file that says which groups it is in.
+        mounted: where the groups' own files are. In a container these may be those of its group alone.
+    """
+    limits = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in Path(proc).read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = Path(mounted, "cpu" if controllers else "")
+            for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+                with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
+                    if controllers:
+                        quota, period = (_number_in(f"{root}{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
+                    else:
+                        quota, period = map(int, Path(f"{root}{folder}/cpu.max").read_text().split())
+                    limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
+    return min(limits)
 
 
 def spread(index: int, ranks: int) -> None:
