@@ -229,11 +229,24 @@ def check_not_imported_by_worker() -> None:
         )
 
 
+# Those that tell Python to ignore variables and folders are for environments in which it can't start otherwise.
+_FLAGS = {
+    "optimize": "O",
+    "bytes_warning": "b",
+    "dont_write_bytecode": "B",
+    "ignore_environment": "E",
+    "isolated": "I",
+    "no_site": "S",
+    "no_user_site": "s",
+}
+
+
 def python_command() -> list[str]:
-    """This Python, with the options of this process that change what programs mean: assertions, warnings, modes."""
+    """This Python, with the options of this process: assertions, warnings, modes, and what it reads as it starts."""
+    flags = "".join(letter * getattr(sys.flags, name) for name, letter in _FLAGS.items())
     given = getattr(sys, "_xoptions", {})  # documented, but of CPython alone
     modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
-    return [sys.executable, *["-O"] * sys.flags.optimize, *(f"-W{each}" for each in sys.warnoptions), *modes]
+    return [sys.executable, *[f"-{flags}"] * bool(flags), *(f"-W{each}" for each in sys.warnoptions), *modes]
 
 
 def check_can_start_python() -> None:

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         status = _run_command(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which was closed before, as in `spmd run train.py >&-`
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # who reads has read enough, as in `spmd doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes what is left at its end
