@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import multiprocessing
 import os
 import resource
@@ -22,6 +23,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -143,6 +145,35 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def cores() -> int:
+    """How many cores this process can use: those that it may run on, or fewer by what its container gets of them."""
+    return math.ceil(min(len(os.sched_getaffinity(0)), processor_limit()))
+
+
+def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> float:
+    """The seconds of processor time in a second that control groups leave this process: Docker's --cpus; inf for any.
+
+    Args:
+        proc: the file that says which groups it is in.
+        mounted: where the groups' own files are. In a container these may be those of its group alone.
+    """
+    limits = [math.inf]
+    with contextlib.suppress(OSError):
+        for line in Path(proc).read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = Path(mounted, "cpu" if controllers else "")
+            for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+                with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
+                    if controllers:
+                        quota, period = (_number_in(f"{root}{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
+                    else:
+                        quota, period = map(int, Path(f"{root}{folder}/cpu.max").read_text().split())
+                    limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
+    return min(limits)
+
+
 def spread(index: int, ranks: int) -> None:
     """Move this process to a core of its own, the `index`-th of `ranks` on this host, if it isn't on one.
 
@@ -198,11 +229,24 @@ def check_not_imported_by_worker() -> None:
         )
 
 
+# Those that tell Python to ignore variables and folders are for environments in which it can't start otherwise.
+_FLAGS = {
+    "optimize": "O",
+    "bytes_warning": "b",
+    "dont_write_bytecode": "B",
+    "ignore_environment": "E",
+    "isolated": "I",
+    "no_site": "S",
+    "no_user_site": "s",
+}
+
+
 def python_command() -> list[str]:
-    """This Python, with the options of this process that change what programs mean: assertions, warnings, modes."""
+    """This Python, with the options of this process: assertions, warnings, modes, and what it reads as it starts."""
+    flags = "".join(letter * getattr(sys.flags, name) for name, letter in _FLAGS.items())
     given = getattr(sys, "_xoptions", {})  # documented, but of CPython alone
     modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
-    return [sys.executable, *["-O"] * sys.flags.optimize, *(f"-W{each}" for each in sys.warnoptions), *modes]
+    return [sys.executable, *[f"-{flags}"] * bool(flags), *(f"-W{each}" for each in sys.warnoptions), *modes]
 
 
 def check_can_start_python() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ..call import all_wait, other_calls
 from ..callsite import call_site
 from ..errors import Aborted, PeerLost
-from ..processes import status_of
+from ..processes import cores, status_of
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
 from .stalls import Stalls
@@ -88,17 +88,18 @@ class Board:
     # -- cores, memory handed out --------------------------------------------------------------------------------------
 
     def _publish_cores(self) -> None:
-        cores = sum(1 << core for core in os.sched_getaffinity(0) if core < 8 * _CORES_BYTES)
+        usable = sorted(os.sched_getaffinity(0))[: cores()]  # with less processor time it might as well have fewer
+        bits = sum(1 << core for core in usable if core < 8 * _CORES_BYTES)
         start = PAGE + self.rank * _STATUS + _CORES
-        self._bytes[start : start + _CORES_BYTES] = cores.to_bytes(_CORES_BYTES, "little")
+        self._bytes[start : start + _CORES_BYTES] = bits.to_bytes(_CORES_BYTES, "little")
 
     def oversubscribed(self) -> bool:
         """Whether there are more ranks than cores that they may use, all together."""
-        cores = 0
+        found = 0
         for rank in range(self.size):
             start = PAGE + rank * _STATUS + _CORES
-            cores |= int.from_bytes(self._bytes[start : start + _CORES_BYTES], "little")
-        return self.size > cores.bit_count()
+            found |= int.from_bytes(self._bytes[start : start + _CORES_BYTES], "little")
+        return self.size > found.bit_count()
 
     @property
     def top(self) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
-from ...kernels.processes import open_more_files
+from ...kernels.processes import cores, open_more_files
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import Result
@@ -239,7 +239,7 @@ class Host:
 
 def _fitted(request: Any, begin: protocol.Begin, address: str) -> Any:
     """The request, adapted to this host: threads, address, and on another machine folder, path and environment."""
-    threads = request.threads or max(1, len(os.sched_getaffinity(0)) // len(begin.ranks))
+    threads = request.threads or max(1, cores() // len(begin.ranks))
     request = dataclasses.replace(request, threads=threads, address=address)
     if begin.same_machine:
         return request

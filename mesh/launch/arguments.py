@@ -9,6 +9,7 @@ from typing import Any
 
 from ...kernels.arguments import is_number, is_whole
 from ...kernels.errors import MeshError
+from ...kernels.processes import cores
 from ...kernels.registry import backends
 from ...kernels.shm import arena
 from ..hosts.host_list import HostList, host_list_of
@@ -89,7 +90,7 @@ def threads_of(threads: int | None, size: int, host_list: HostList | None) -> in
     """The threads of each rank; 0 if each host shares its cores among its own ranks."""
     if host_list is not None and not host_list.local:
         return int(threads or 0)
-    return int(threads) if threads else max(1, len(os.sched_getaffinity(0)) // size)
+    return int(threads) if threads else max(1, cores() // size)
 
 
 def check_same(layout: Layout, mine: Layout, described: str) -> None:
@@ -128,11 +129,11 @@ def layout_of(
             raise MeshError("SPMD_RANKS is not a number of ranks", got=repr(asked), expected="1 or more")
         total, origin = int(asked), f"SPMD_RANKS is {asked}"
     else:
-        cores = len(os.sched_getaffinity(0))
+        usable = cores()
         found = gpus(known) if free else None
-        total = max(known, cores) if found is None else found
+        total = max(known, usable) if found is None else found
         total -= total % known
-        origin = f"this host has {cores} cores" if found is None else f"there are {found} GPUs"
+        origin = f"this process can use {usable} cores" if found is None else f"there are {found} GPUs"
     if free:
         if total % known:
             raise MeshError(

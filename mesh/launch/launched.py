@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ...kernels.errors import Aborted, MeshError, PeerLost
 from ...kernels.limits import named_limits
 from ...kernels.network.hosts import HostWatch, out_of_reach
-from ...kernels.processes import check_not_imported_by_worker, end_with_parent, forked_cannot
+from ...kernels.processes import check_not_imported_by_worker, cores, end_with_parent, forked_cannot
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from .. import wire
@@ -196,6 +196,6 @@ def _check_time(end: float, who: str) -> None:
 def set_threads(threads: int | None, launch: Launch, size: int) -> int:
     """Set torch's threads: by default this host's cores, shared among its ranks."""
     if threads is None:
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, launch.local_size or size))
+        threads = max(1, cores() // max(1, launch.local_size or size))
     torch.set_num_threads(threads)
     return threads

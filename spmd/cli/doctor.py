@@ -25,6 +25,7 @@ from .. import __version__
 from ..kernels.cuda import nccl_library
 from ..kernels.errors import MeshError
 from ..kernels.network import interface
+from ..kernels.processes import cores
 from ..kernels.shm import arena
 from ..mesh.launch.arguments import layout_of
 from ..mesh.launch.environments import Launch, describe
@@ -170,8 +171,9 @@ def _print_found(launch: Launch | None) -> None:
         except importlib.metadata.PackageNotFoundError:
             _line(name, "not installed")
     _section("devices")
-    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    _line("cpu", f"{cores} of {os.cpu_count()} cores for this process, {memory:.1f} GiB of memory")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    limited = ", as its control group limits it" if cores() < len(os.sched_getaffinity(0)) else ""
+    _line("cpu", f"{cores()} of {os.cpu_count()} cores for this process{limited}, {memory:.1f} GiB of memory")
     if not torch.cuda.is_available():
         _line("cuda", "none", "torch was built without it" if torch.version.cuda is None else "no device found")
     for index in range(torch.cuda.device_count()):

@@ -16,7 +16,7 @@ USAGE = "spmd run [-n N] [options of torchrun] script.py [arguments of the scrip
 HELP = """\
 Run a script on many processes, each of which is one rank of the script's Mesh.
 
-  spmd run train.py                  as many ranks as this host has cores
+  spmd run train.py                  as many ranks as there are cores to use
   spmd run -n 4 train.py --lr 0.1    four ranks; what follows the script is the script's own
   spmd run -n 4 -m package.train     a module, as with python -m
   spmd run -n 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id 1 train.py
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         status = _run_command(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # which was closed before, as in `spmd run train.py >&-`
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # who reads has read enough, as in `spmd doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes what is left at its end
@@ -134,9 +135,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     Returns:
         As torchrun's own parser would, but with other defaults for what is set neither on the command line nor in
-        torchrun's PET_* variables: as many ranks as this host's cores, and they meet on this host.
+        torchrun's PET_* variables: as many ranks as there are cores to use, and they meet on this host.
     """
     from torch.distributed.run import get_args_parser
+
+    from ..kernels.processes import cores
 
     parser = get_args_parser()
     parser.prog, parser.usage, parser.description = "spmd run", USAGE, HELP
@@ -145,7 +148,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "-n", dest="nproc_per_node", type=_count, metavar="N", help="number of ranks on this host (default: its cores)"
     )
     if "PET_NPROC_PER_NODE" not in os.environ:
-        parser.set_defaults(nproc_per_node=str(len(os.sched_getaffinity(0))))
+        parser.set_defaults(nproc_per_node=str(cores()))
     options = parser.parse_args(arguments)
     # argparse leaves alone what a namespace already has, so that None stays where nothing was given.
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))

@@ -132,6 +132,13 @@ def test_who_reads_has_read_enough() -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_a_script_ends_well_without_a_standard_output(tmp_path: Path) -> None:
+    """As services and some schedulers start programs: it is closed."""
+    command = ("-m", "spmd", "run", "-n", "1", "--no-python", "sh", "-c", "exit 0")
+    done = subprocess.run([sys.executable, *command], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     def call(arguments: list[str]) -> tuple[object, str]:
         with pytest.raises(SystemExit) as caught:

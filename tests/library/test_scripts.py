@@ -267,7 +267,7 @@ OPTIONS = """
 import sys
 from spmd import Mesh
 
-look = lambda: (sys.flags.optimize, sys.flags.dev_mode, set(sys.warnoptions), sys._xoptions)
+look = lambda: (tuple(sys.flags), set(sys.warnoptions), sys._xoptions)
 for hosts in (None, "local:2x1"):
     with Mesh({"data": 2}, hosts=hosts) as mesh:
         print(mesh.run(look) == [look(), look()])
@@ -276,5 +276,13 @@ for hosts in (None, "local:2x1"):
 
 def test_ranks_have_the_options_of_python(tmp_path):
     """Those by which a program means something else: without assertions, with warnings as errors."""
-    code, out, err = run("-O", "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
+    code, out, err = run("-Ob", "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
+    assert (code, out) == (0, "True\nTrue\n"), err
+
+
+def test_variables_and_folders_that_python_was_told_to_ignore_are_ignored(tmp_path):
+    """With them it could not even start."""
+    (tmp_path / "sitecustomize.py").write_text("print('not meant')")
+    environ = {"PYTHONHOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    code, out, err = run("-I", script(tmp_path, OPTIONS), env=environ, fresh=True)
     assert (code, out) == (0, "True\nTrue\n"), err

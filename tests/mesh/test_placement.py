@@ -1,12 +1,20 @@
-"""Where ranks run, and what they do with memory: each test has a process of its own."""
+"""Where ranks run, and what they do with memory: those of this file that measure have a process of their own."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import run, script
+
+from spmd import Mesh
+from spmd.cli.main import parse
+from spmd.kernels import processes
+from spmd.kernels.processes import processor_limit
 
 SPREAD = """
 import os, torch
@@ -65,3 +73,41 @@ def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
     status, out, err = run(script(tmp_path, COMPARED), fresh=True)
     assert status == 0, err
     assert out.split() == ["True"]
+
+
+@pytest.mark.parametrize(
+    ("proc", "files", "limit"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),  # a container sees its own group only
+        ("0::/a.slice/b\n", {"a.slice/cpu.max": "50000 25000\n", "a.slice/b/cpu.max": "max 100000\n"}, 2.0),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n", "cpu.stat": "usage_usec 1\n"}, math.inf),
+        (
+            "4:cpu,cpuacct:/docker/f00\n3:memory:/a\n0::/\n",  # which a container of version 1 has at its root
+            {"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            4.0,
+        ),
+        ("2:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (None, {}, math.inf),
+    ],
+    ids=["container", "slice", "none", "version 1", "none, version 1", "no groups"],
+)
+def test_the_processor_time_that_a_container_gets(
+    proc: str | None, files: dict[str, str], limit: float, tmp_path: Path
+) -> None:
+    if proc is not None:
+        (tmp_path / "proc").write_text(proc)
+    for name, text in files.items():
+        path = tmp_path / "mounted" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert processor_limit(str(tmp_path / "proc"), str(tmp_path / "mounted")) == limit
+
+
+def test_ranks_and_threads_are_as_many_as_the_processor_time_is_for(
+    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPMD_RANKS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(processes, "processor_limit", lambda: 1.2)
+    assert make_mesh({"data": -1}).size == 2 and parse(["train.py"]).nproc_per_node == "2"
+    assert make_mesh({"data": 1}).run(torch.get_num_threads) == [2]

@@ -7,11 +7,11 @@ job has, since nothing else says where its hosts are; the table says which it wa
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...kernels.processes import cores
 from .groups import Group, in_turn, quartiles
 
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -40,8 +40,7 @@ def main(arguments: list[str]) -> int:
         description="All-reduces and a train step of this library, of torch's Gloo and of DDP, measured in turn.",
         epilog="In a launched job (spmd run -n 4 -m spmd bench) it measures the job's own ranks.",
     )
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("-n", type=int, default=max(2, cores), metavar="N", help="ranks (default: this host's cores)")
+    parser.add_argument("-n", type=int, default=max(2, cores()), metavar="N", help="ranks (default: this host's cores)")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each contender (default: 12)")
     given = parser.parse_args(arguments)
     if given.n < 1 or given.rounds < 1:
