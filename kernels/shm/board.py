@@ -65,6 +65,7 @@ class Board:
         self._traced, self._next_look = False, 0.0
         if rank < size:
             base = self._status(rank)
+            self.words[base + _STACKS] = 0  # before the process that it belongs to: one without would be killed
             self.words[base + _PID] = os.getpid()
             self.words[base + _BEGUN] = self.words[base + _DONE]  # of a rank that this one replaces
             self._publish_cores()

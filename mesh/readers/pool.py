@@ -155,7 +155,8 @@ class Pool(Owned):
                 finally:
                     os.close(folder)
             found = self._readers[index] = _Reader(pid, pidfd, mine, note)
-            wire.send(mine, self._shipped)
+            with contextlib.suppress(ConnectionError):  # as in `ask`
+                wire.send(mine, self._shipped)
         return found
 
     def _packed(self) -> wire.Packet:

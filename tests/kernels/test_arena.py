@@ -499,6 +499,15 @@ def test_of_several_dead_peers_one_that_did_not_give_up_is_named(participants: l
     assert caught.value.rank == 1
 
 
+def test_a_process_that_replaces_another_has_published_no_stacks_yet(participants: list[Arena]) -> None:
+    """It would be killed by the signal that asks for them."""
+    driver = participants[SIZE]
+    participants[1].publish_stacks(7)
+    assert driver.process(1) == (os.getpid(), 7)
+    Arena(driver.fd, SIZE, 1).close()
+    assert driver.process(1) == (os.getpid(), -1)
+
+
 def test_who_sleeps_is_woken(participants: list[Arena]) -> None:
     """Rung once, it sleeps no more; what rings before it sleeps counts, too."""
     mine, theirs, _ = participants

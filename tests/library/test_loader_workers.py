@@ -170,6 +170,33 @@ def test_a_worker_that_is_killed_is_named_with_its_sample_and_loses_nothing(shar
     assert contents(loader) == whole[2:]
 
 
+def kill_the_next_at_once():
+    """On a rank: the next worker is killed before it has been sent anything."""
+    from patience import HANGS, end_within
+
+    from spmd.mesh.driver import spawn
+
+    fork = spawn.Zygote.fork
+
+    def forked(self, *request):
+        spawn.Zygote.fork = fork
+        pid, pidfd = fork(self, *request)
+        os.kill(pid, signal.SIGKILL)
+        assert end_within(HANGS, [pid])
+        return pid, pidfd
+
+    spawn.Zygote.fork = forked
+
+
+def test_a_worker_that_is_killed_as_it_begins_is_told(make_mesh):
+    mesh = make_mesh({"data": 1})
+    mesh.run(kill_the_next_at_once)
+    loader = Loader(torch.arange(8), 4, mesh=mesh, shuffle=False, workers=1)
+    with pytest.raises(MeshError, match=r"a process that reads for the Loader was killed by SIGKILL"):
+        next(iter(loader))
+    assert [batch.full().tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 CHANGING = """
 import torch
 from spmd import Loader, Mesh, Stream
