@@ -233,7 +233,6 @@ def check_not_imported_by_worker() -> None:
 _FLAGS = {
     "optimize": "O",
     "bytes_warning": "b",
-    "dont_write_bytecode": "B",
     "ignore_environment": "E",
     "isolated": "I",
     "no_site": "S",

@@ -250,6 +250,7 @@ class Mesh:
         for future in (one for one in at_close if not getattr(one, "reported", True)):
             future.result()  # raises its error, which nobody has seen
 
+    @shows_only_users
     def restart(self) -> None:
         """Kill the ranks, whatever they are doing, and start new ones: the mesh is as if it had just been made.
 

@@ -189,6 +189,7 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
     return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
 
 
+@shows_only_users
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
     """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
     if not callable(cls):

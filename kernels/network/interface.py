@@ -16,6 +16,7 @@ import struct
 from ..errors import MeshError
 
 _SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 def chosen() -> str | None:
@@ -70,6 +71,25 @@ def towards(host: str) -> str | None:
         if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
             return own
     return None
+
+
+def loopback() -> str:
+    """The loopback's IPv4 address.
+
+    Raises:
+        MeshError: it has none, so that no connection to it would ever be made.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((_LOOPBACK, 9))
+    except OSError as error:
+        raise MeshError(
+            f"{_LOOPBACK} can't be reached on {socket.gethostname()}",
+            got=str(error),
+            expected="an IPv4 address of the loopback",
+            remedy="give it one (ip link set lo up; ip addr add 127.0.0.1/8 dev lo)",
+        ) from None
+    return _LOOPBACK
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...kernels.errors import MeshError
-from ...kernels.network.interface import address_of, chosen, towards
+from ...kernels.network.interface import address_of, chosen, loopback, towards
 from .coded import NotOfThisMesh
 from .host_list import HostList
 from .launchers import dialled_address
@@ -183,7 +183,7 @@ class Dialling(Meeting):
 def _address(host_list: HostList) -> str:
     """The address where the hosts reach this process: the user's choice, or the one that leads to a host."""
     if host_list.local or host_list.dialled:
-        return "127.0.0.1"
+        return loopback()
     if (given := chosen()) is not None:
         return address_of(given)
     names = (name.rpartition("@")[2] for name in host_list.names)

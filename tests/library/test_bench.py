@@ -23,6 +23,7 @@ from scripts import launched, run
 from spmd.cli.bench import groups
 from spmd.cli.bench.groups import Group, GroupFailed, in_turn, quartiles
 from spmd.cli.main import main
+from spmd.kernels.processes import cores
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -217,7 +218,7 @@ def test_spmd_bench_prints_a_table(launcher: tuple[str, ...], capfd: pytest.Capt
     else:  # here, so that its groups are forks
         code, (out, err) = main(["bench", "--rounds", "1", "-n", "2"]), capfd.readouterr()
     assert code == 0, err
-    assert ("ranks of this job" in out) == bool(launcher)
+    assert ("2 ranks of this job" if launcher else f"2 ranks on {cores()} cores") in out
     assert out.count("all-reduce") == 15
     assert out.count("step, MLP") == 4
 

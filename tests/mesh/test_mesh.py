@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
 import re
 import threading
 import time
+import traceback
 import weakref
 
 import numpy as np
@@ -409,3 +411,23 @@ def test_a_forked_child_leaves_the_mesh_alone(make_mesh):
     assert mesh.run(lambda: 1) == [1]
     os.close(read)
     os.close(write)
+
+
+def test_errors_of_a_mesh_show_the_users_frames_alone(make_mesh, monkeypatch):
+    def gone():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    mesh = make_mesh({"data": 1})
+    mesh.close()
+    monkeypatch.setattr(os, "getcwd", gone)  # as after its folder was deleted
+    calls = {
+        "resize": lambda: mesh.resize({"data": 2}),
+        "retire": lambda: mesh.retire(0),
+        "remote": lambda: mesh.remote(list),
+        "restart": lambda: mesh.restart(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(MeshError) as caught:
+            call()
+        shown = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+        assert shown == ["test_errors_of_a_mesh_show_the_users_frames_alone", "<lambda>"], (name, caught.value)

@@ -232,20 +232,24 @@ def test_an_interface_that_is_not_there() -> None:
 WITHOUT_LOOPBACK = """
 import subprocess
 import torch
-from spmd import Mesh, psum
+from spmd import Mesh, MeshError, psum
 subprocess.run(["ip", "addr", "del", "127.0.0.1/8", "dev", "lo"], check=True)
 print(Mesh({"data": 2}).run(lambda: float(psum(torch.ones(()), "data"))))
+try:
+    Mesh({"data": 2}, hosts="local:2x1", timeout=9)
+except MeshError as error:
+    print(error)
 Mesh({"data": 2}, backend="gloo").run(lambda: psum(torch.ones(()), "data"))
 """
 
 
 def test_a_host_whose_loopback_has_no_address() -> None:
-    """As where there is IPv6 only: shared memory needs none, and Gloo says what it lacks."""
+    """As where there is IPv6 only: shared memory needs none, and others say what they lack."""
     with namespaces.nodes(1) as places:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = places[0].start([sys.executable, "-c", WITHOUT_LOOPBACK], env=BARE, **pipes)
         out, err = process.communicate(timeout=HANGS)
-    assert process.returncode == 1 and out.startswith("[2.0, 2.0]")
+    assert process.returncode == 1 and out.startswith("[2.0, 2.0]\n127.0.0.1 can't be reached on")
     assert "MeshError: Gloo can't listen at 127.0.0.1 on" in err
 
 

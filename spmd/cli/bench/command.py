@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
                 turns = {name: (sides[side], name, options) for name, (side, options) in contenders.items()}
                 return in_turn(turns, work, case, rounds=given.rounds, seconds=SECONDS[work])
 
-            show(f"{given.n} ranks on {cores} cores, each contender in processes of its own", measure)
+            show(f"{given.n} ranks on {cores()} cores, each contender in processes of its own", measure)
         return 0
 
     from .within import Within
