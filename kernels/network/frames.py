@@ -57,15 +57,14 @@ class Backlog:
         pieces: in the order in which they are to be sent.
     """
 
-    def __init__(self, connection: socket.socket):
-        self._connection = connection
+    def __init__(self) -> None:
         self.pieces: deque[memoryview] = deque()
 
-    def push(self) -> bool:
+    def push(self, connection: socket.socket) -> bool:
         """Send what the connection takes now, without waiting; whether that was everything."""
         while self.pieces:
             try:
-                self.advance(self._connection.send(self.pieces[0], socket.MSG_DONTWAIT))
+                self.advance(connection.send(self.pieces[0], socket.MSG_DONTWAIT))
             except BlockingIOError:
                 return False
         return True

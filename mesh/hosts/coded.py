@@ -39,14 +39,15 @@ class CodedSender:
     """Sends packets to another host without ever waiting; see `wire.Sender`."""
 
     def __init__(self, connection: socket.socket, key: bytes):
-        self._backlog, self._codes = Backlog(connection), MessageCodes(key)
+        self._connection, self._codes = connection, MessageCodes(key)
+        self._backlog = Backlog()
 
     def send(self, packet: wire.Packet) -> bool:
         self._backlog.pieces.extend(coded(0, [memoryview(piece).cast("B") for piece in framed(packet)], self._codes))
         return self.flush()
 
     def flush(self) -> bool:
-        return self._backlog.push()
+        return self._backlog.push(self._connection)
 
     def close(self) -> None:
         self._backlog.pieces.clear()

@@ -107,7 +107,7 @@ class Link(Owned):
         self._codes = MessageCodes(sending)
         self._received: list[tuple[Any, bytes]] = []
         self._frames = Frames(connection, MessageCodes(receiving), self._take)
-        self._backlog = Backlog(connection)
+        self._backlog = Backlog()
         self._changed = threading.Condition()
         self.ended = False
         self._writer: threading.Thread | None = None
@@ -149,7 +149,7 @@ class Link(Owned):
     def _push(self) -> bool:
         """Write what the connection takes now; whether that was everything."""
         try:
-            return self._backlog.push()
+            return self._backlog.push(self.connection)
         except OSError:  # its end is noticed by reading
             self._backlog.pieces.clear()
             return True
