@@ -15,7 +15,7 @@ def copy_from_replicas(
     session: Session, call: int, about: Meta, index: int, missing: Collection[int], name: str
 ) -> None:
     """Give a value of a call to the ranks that lack it; `name` is what messages call it."""
-    fetch = functools.partial(protocol.FetchValue, call=call, index=index)
+    fetch = functools.partial(protocol.FetchValues, spans=(call, index, index + 1))
     store = functools.partial(protocol.StoreValue, call=call, index=index, spec=about.spec)
     for rank in sorted(missing):
         donors = [replica for replica in session.layout.replicas(about.spec, rank) if replica not in missing]
@@ -27,7 +27,7 @@ def copy_from_replicas(
                 remedy=f"{remedy(session)}, or compute it again",
                 rank=rank,
             )
-        shard = session.wait(session.submit(fetch, ranks=donors[:1], reported=True)).values()[0]
+        (shard,) = session.wait(session.submit(fetch, ranks=donors[:1], reported=True)).values()[0]
         content = functools.partial(session.dumps, shard)
         session.wait(session.submit(store, content, ranks=[rank], reported=True))
 
