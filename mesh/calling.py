@@ -106,7 +106,12 @@ def call(
             shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
             if known is None or known.shipped is not shipped:
                 made: Any = DriverCall if mesh.is_driver else LaunchedCall
-                known = made(mesh, session, program, shipped, treedef, plan, moves, _choice(leaves, plan))
+                choice = _choice(leaves, plan)
+                alike = calls.planned.get((treedef, plan, choice))
+                if alike is None:
+                    known = made(mesh, session, program, shipped, treedef, plan, moves, choice)
+                else:
+                    known = alike.for_other_shapes(moves)
                 known.cuts = _cuts(leaves, plan)
             assert known is not None
             results = known(leaves, spans, key, this, check=check)
@@ -125,12 +130,14 @@ class Calls:
 
     Attributes:
         lengths: of the spans in the last call's arguments.
+        planned: of a launched rank, by all but the shapes and dtypes of the arguments, the last call that was made.
     """
 
     def __init__(self) -> None:
         self._known: dict[Signature, DriverCall | LaunchedCall] = {}
         # By the kinds of arguments: how many signatures there were, and the last call.
         self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall]] = {}
+        self.planned: dict[Any, LaunchedCall] = {}
         self.lengths: list[int] = []
         self._structure: trees.Structure | None = None  # of arguments alike twice in a row
         self._treedef: Any = None  # of the last arguments that did not match `_structure`
@@ -159,6 +166,10 @@ class Calls:
         known = self._known.get(signature)
         if known is call:
             return
+        if isinstance(call, LaunchedCall):
+            self.planned[call.key] = call
+            if len(self.planned) > SIGNATURES:
+                del self.planned[next(iter(self.planned))]
         kinds = signature[0]
         count = self._alike.get(kinds, (0, None))[0]
         if known is None and len(self._known) >= SIGNATURES:
