@@ -397,7 +397,8 @@ def test_a_number_that_counts_calls_does_not_make_each_a_first_call(tmp_path):
 
 
 OTHER_LENGTHS = (
-    COUNTED.partition("step = ")[0]
+    "import warnings"
+    + COUNTED.partition("step = ")[0]
     + """
 step = spmd(data_parallel(lambda w, batch: (value_and_grad(loss)(w, batch)[0], w + 1)), mesh=mesh)
 for length in (3, 4, 5, 3, 4, 6, 3):
@@ -414,14 +415,21 @@ try:  # what the body does to other shapes is compared all the same
     spoilt(torch.ones(2)), spoilt(torch.ones(3))
 except Exception as error:
     followed.append(type(error).__name__)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    for turn in range(21):
+        spmd(lambda x: x + 1, mesh=mesh)(torch.ones(2))
+followed += [str(one.message)[:43] for one in found]
 if mesh.rank == 0:
     print(followed)
+else:
+    assert not found
 """
 )
 
 
 def test_other_shapes_do_not_make_a_call_a_first_call(tmp_path):
-    """As with a driver: batches of many lengths would cost many times as much."""
+    """As with a driver: batches of many lengths would cost many times as much. To define it anew for each does."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     _, out, _ = run(*launcher, script(tmp_path, OTHER_LENGTHS))
-    assert out.splitlines()[-1] == str([True, *[False] * 6, "SpecError"])
+    assert out.splitlines()[-1] == str([True, *[False] * 6, "SpecError", "each of the last 20 calls of <lambda> was a"])

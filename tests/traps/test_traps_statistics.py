@@ -184,7 +184,7 @@ def of_each_sample(p: Any, b: Any) -> Any:
 
 
 def within_each_sample(p: Any, b: Any) -> Any:
-    """Attention over, distances among, and factors of what each sample has, and its distances to what all ranks have."""
+    """Attention over, distances among, and factors of what each sample has; its distances to what all ranks have."""
     sets = b["x"].view(-1, 3, 2)
     attended = (sets @ sets.mT).softmax(-1) @ sets
     attended = (
