@@ -41,7 +41,7 @@ SIGNATURES = 256  # remembered for each program
 # Of calls that differ in numbers and names alone, which may be flags, so many are first calls, and then those after 8,
 # 16, 32 and so on: a program that passes the number of its step must not make first calls only.
 FLAGS = 8
-RENEWED = 20  # first calls in a row of what is one function in the program's text
+RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
 _all_renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[None]]] = weakref.WeakKeyDictionary()
 
 

@@ -311,8 +311,9 @@ def warned(call, times):
     return [str(one.message) for one in found]
 
 
-def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh):
+def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh, monkeypatch):
     """Each of these calls is a first call, silently."""
+    monkeypatch.setattr("spmd.mesh.calling.RENEWED", 20)
     mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
 
     def inline(turn):
@@ -339,7 +340,8 @@ def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh
         assert text.startswith(f"each of the last 20 calls of {name} was a first call") and "before the loop" in text
 
 
-def test_what_is_defined_once_gives_none(make_mesh):
+def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
+    monkeypatch.setattr("spmd.mesh.calling.RENEWED", 20)
     mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
     step = spmd(lambda x, number: x + number, mesh=mesh)
     assert warned(lambda turn: step(x, turn), 30) == []  # a flag, perhaps
