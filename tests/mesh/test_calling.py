@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from internals import tell_renewals_after
 from patience import until
 
 from spmd import P, Sharded, SpecError, axis_index, fetch, put, spmd
@@ -313,7 +314,7 @@ def warned(call, times):
 
 def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh, monkeypatch):
     """Each of these calls is a first call, silently."""
-    monkeypatch.setattr("spmd.mesh.calling.RENEWED", 20)
+    tell_renewals_after(monkeypatch, 20)
     mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
 
     def inline(turn):
@@ -341,7 +342,7 @@ def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh
 
 
 def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
-    monkeypatch.setattr("spmd.mesh.calling.RENEWED", 20)
+    tell_renewals_after(monkeypatch, 20)
     mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
     step = spmd(lambda x, number: x + number, mesh=mesh)
     assert warned(lambda turn: step(x, turn), 30) == []  # a flag, perhaps
