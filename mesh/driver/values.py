@@ -236,7 +236,7 @@ class CallValues:
         layout, metas = self.session.layout, tuple(self.settle())
         for index in indexes:
             refuse_ragged(metas[index].shape)
-        found = {index: scalar_in(self._prints, metas, index) if self._prints else None for index in indexes}
+        found: dict[int, Any] = {n: scalar_in(self._prints, metas, n) if self._prints else None for n in indexes}
         rest = [index for index, number in found.items() if number is None]
         spec = metas[indexes[0]].spec  # of all
         owners, shards = layout.owners(spec), list[Any]([None] * layout.size)
