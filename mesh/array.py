@@ -68,6 +68,8 @@ class Source(Protocol):
         hints: shape, dtype and spec of each, without waiting: until the call is over, those of the last such call.
         deal: how a `Loader` dealt them.
         donated: the index of each value that was donated -> the name of the function that got its memory.
+
+    `full` gives the whole values of these indexes, which are cut alike.
     """
 
     hints: Sequence[Meta]
@@ -76,7 +78,7 @@ class Source(Protocol):
 
     def meta(self, index: int) -> Meta: ...
     def shards(self, index: int) -> list[torch.Tensor]: ...
-    def full(self, index: int) -> torch.Tensor: ...
+    def full(self, indexes: Sequence[int]) -> list[torch.Tensor]: ...
     def local(self, index: int) -> torch.Tensor: ...
 
 
@@ -167,7 +169,7 @@ class Array:
     def full(self) -> torch.Tensor:
         """The global value as one torch tensor (on launched ranks a collective call, if it is sharded)."""
         self.check_readable()
-        return self._source.full(self._index)
+        return self._source.full([self._index])[0]
 
     def to_dtensor(self) -> Any:
         """The value as a torch `DTensor` on `mesh.device_mesh`, on a rank; it shares memory with `local`.

@@ -7,12 +7,15 @@ signatures mean equal structure, shapes, dtypes and specs of the arguments.
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..kernels.callsite import warn
 from . import trees
 from .ambient import Ambient, ambient
 from .array import Array
@@ -38,6 +41,8 @@ SIGNATURES = 256  # remembered for each program
 # Of calls that differ in numbers and names alone, which may be flags, so many are first calls, and then those after 8,
 # 16, 32 and so on: a program that passes the number of its step must not make first calls only.
 FLAGS = 8
+RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
+_all_renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[None]]] = weakref.WeakKeyDictionary()
 
 
 def call(
@@ -74,6 +79,8 @@ def call(
     calls = session.calls.get(holder)
     if calls is None:
         calls = session.calls[holder] = Calls()
+        if check != "never":  # as with torch's functions on Arrays
+            calls.renewed = _renewals(session, source)
     leaves, treedef = flat or calls.flatten(tree)
     spans = spans_of(leaves, calls.lengths)
     calls.lengths = [span.stop - span.start for span in spans]
@@ -104,12 +111,19 @@ def call(
         key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
         try:
             shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
-            if known is None or known.shipped is not shipped:
+            if known is not None and known.shipped is shipped:
+                calls.renewed.clear()
+            else:
+                if known is not None or calls.empty:
+                    _note_renewal(calls.renewed, program.name, quiet=mesh.rank not in (None, 0))
                 settled = treedef, plan, moves
-                if shipped is None:
-                    known = LaunchedCall(mesh, session, program, *settled)
+                choice = _choice(leaves, plan)
+                if shipped is not None:
+                    known = DriverCall(mesh, session, program, shipped, *settled, choice)
+                elif (alike := calls.planned.get((treedef, plan, choice))) is None:
+                    known = LaunchedCall(mesh, session, program, *settled, choice)
                 else:
-                    known = DriverCall(mesh, session, program, shipped, *settled, _choice(leaves, plan))
+                    known = alike.for_other_shapes(moves)
                 known.cuts = _cuts(leaves, plan)
             assert known is not None
             results = known(leaves, spans, key, this, check=check)
@@ -123,18 +137,39 @@ def call(
     return results
 
 
+def _renewals(session: Any, source: Any) -> list[None]:
+    """An entry for each of the last calls of a function's code that was a first call, though others came before it."""
+    code = getattr(inspect.unwrap(source), "__code__", None) if callable(source) else None
+    return [] if code is None else _all_renewals.setdefault(session, weakref.WeakKeyDictionary()).setdefault(code, [])
+
+
+def _note_renewal(renewed: list[None], name: str, *, quiet: bool) -> None:
+    """Warn if a function was defined anew, or changed in what it captures, for each of several calls in a row."""
+    renewed.append(None)
+    if len(renewed) == RENEWED and not quiet:
+        warn(
+            f"each of the last {RENEWED} calls of {name} was a first call, with all its checks, which takes several "
+            "times as long: it was defined anew for each of them, or what it captures had changed",
+            remedy="define it once, before the loop, and pass what changes as an argument",
+        )
+
+
 class Calls:
     """The calls of one function on one mesh, by signature, each with what the first such call has settled.
 
     Attributes:
         lengths: of the spans in the last call's arguments.
+        renewed: see `_renewals`.
+        planned: of a launched rank, by all but the shapes and dtypes of the arguments, the last call that was made.
     """
 
     def __init__(self) -> None:
         self._known: dict[Signature, DriverCall | LaunchedCall] = {}
         # By the kinds of arguments: how many signatures there were, and the last call.
         self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall]] = {}
+        self.planned: dict[Any, LaunchedCall] = {}
         self.lengths: list[int] = []
+        self.renewed: list[None] = []
         self._structure: trees.Structure | None = None  # of arguments alike twice in a row
         self._treedef: Any = None  # of the last arguments that did not match `_structure`
 
@@ -149,6 +184,11 @@ class Calls:
         self._treedef = treedef
         return leaves, treedef
 
+    @property
+    def empty(self) -> bool:
+        """Whether no call has ended well."""
+        return not self._known
+
     def find(self, signature: Signature) -> DriverCall | LaunchedCall | None:
         """The call of a signature, perhaps made from one that had other numbers or names."""
         known = self._known.get(signature)
@@ -162,6 +202,10 @@ class Calls:
         known = self._known.get(signature)
         if known is call:
             return
+        if isinstance(call, LaunchedCall):
+            self.planned[call.key] = call
+            if len(self.planned) > SIGNATURES:
+                del self.planned[next(iter(self.planned))]
         kinds = signature[0]
         count = self._alike.get(kinds, (0, None))[0]
         if known is None and len(self._known) >= SIGNATURES:

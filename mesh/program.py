@@ -8,6 +8,7 @@ passed, and may not be written to. But they are new objects, so attributes set o
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -124,6 +125,13 @@ class CompiledCall:
         self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and integers, seen so far
         self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
+
+    def for_other_shapes(self) -> CompiledCall:
+        """The same for arguments of other shapes: what is checked on a first call was checked."""
+        other = copy.copy(self)
+        other._results = copy.copy(self._results)
+        other.forget()
+        return other
 
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
@@ -261,10 +269,8 @@ class CompiledCall:
         session = self._session
         if spec.entries:
             # The caller has checked this with the last call's shape if the value was not there yet.
-            uneven = self._plan.batch.axis is not None
-            session.layout.check_shape(
-                tuple(value.shape), spec, uneven=uneven, where=f"an argument of {self._program.name}"
-            )
+            uneven, where = self._plan.batch.axis is not None, f"an argument of {self._program.name}"
+            session.layout.check_shape(tuple(value.shape), spec, uneven=uneven, where=where)
             return session.on_device(session.layout.take(value, spec, session.rank))
         if value.device != session.device:
             return frozen_as(value, session.on_device(value.detach()))
@@ -287,9 +293,7 @@ class CompiledCall:
                 problem = f"{name} returns parameters as it was given them, and drops those that opt.step made of them"
                 problem += ": nothing would be trained"
             elif state_is_dropped(update, result):
-                problem = (
-                    f"{name} returns its optimizer's state as it was given it, and drops the one that opt.step made"
-                )
+                problem = f"{name} returns its optimizer's state as it was given it, and drops what opt.step made"
             else:
                 continue
             raise SpecError(problem, where=self._session.where(), remedy=remedy)

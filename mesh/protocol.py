@@ -181,11 +181,10 @@ class FillValues(Task):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FetchValue(Task):
-    """Send this rank's shard of a value."""
+class FetchValues(Task):
+    """Send this rank's shards of values."""
 
-    call: int
-    index: int
+    spans: Spans
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,7 +293,7 @@ class Skipped(Message):
 
 _codec = Codec(
     *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Populate, Exit, DebuggerLine),
-    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValue, MoveValues, ReloadModules),
+    *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValues, MoveValues, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -26,6 +26,7 @@ from .rank.local_values import LocalValues
 from .region import current
 from .replication.net import active
 from .spec import REPLICATED, P, is_spec
+from .wire import INLINE_BYTES
 
 
 def is_array(x: Any) -> bool:
@@ -117,7 +118,33 @@ def fetch(tree: Any) -> Any:
     Raises:
         the error of a call that failed to make one of the values.
     """
-    return trees.map(lambda leaf: leaf.full() if isinstance(leaf, Array) else leaf, tree, is_leaf=is_array)
+    leaves, treedef = trees.flatten(tree, is_leaf=is_array)
+    found = list(leaves)
+    for run in _runs(leaves):
+        first = leaves[run[0]]
+        found[run[0] : run[-1] + 1] = first._source.full([leaves[place]._index for place in run])
+    return trees.unflatten(treedef, found)
+
+
+def _runs(leaves: list[Any]) -> list[list[int]]:
+    """The places of Arrays, next to each other in one list if they are fetched by one message: small values of one
+    call, cut alike. A large value is alone: its tensor is to have memory of its own."""
+    runs: list[list[int]] = []
+    alike: Any = None
+    room, indexes = 0, set[int]()
+    for place, leaf in enumerate(leaves):
+        before, alike = alike, None
+        if not isinstance(leaf, Array):
+            continue
+        leaf.check_readable()
+        alike, size = (id(leaf._source), leaf.spec), -(-leaf.numel() * leaf.dtype.itemsize // 64) * 64
+        if alike != before or size > room or leaf._index in indexes:
+            runs.append([])
+            indexes, room = set(), INLINE_BYTES
+        runs[-1].append(place)
+        indexes.add(leaf._index)
+        room -= size
+    return runs
 
 
 def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:

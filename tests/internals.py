@@ -464,3 +464,10 @@ def end_of_program() -> None:
     from spmd.checkpoint import background
 
     background._report_at_exit()
+
+
+def tell_renewals_after(monkeypatch: Any, times: int) -> None:
+    """Warn of a function that is defined anew after so many calls."""
+    from spmd.mesh import calling
+
+    monkeypatch.setattr(calling, "RENEWED", times)

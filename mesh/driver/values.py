@@ -222,27 +222,30 @@ class CallValues:
             "the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()"
         )
 
-    def _fetch(self, index: int, layout: Layout, ranks: Sequence[int] | None = None) -> list[torch.Tensor]:
+    def _fetch(self, indexes: Sequence[int], layout: Layout, ranks: Sequence[int] | None = None) -> list[Any]:
         self.settle()
-        fetch = functools.partial(protocol.FetchValue, call=self.number, index=index)
-        about: dict[str, Any] = {"needs": lambda: [(self, index)], "name": "fetching", "holds": self, "layout": layout}
-        task = self.session.submit(fetch, ranks=ranks, reported=True, **about)
+        spans = tuple(word for index in indexes for word in (self.number, index, index + 1))
+        fetch = functools.partial(protocol.FetchValues, spans=spans)
+        about: dict[str, Any] = {"name": "fetching", "holds": self, "layout": layout, "reported": True}
+        task = self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index) for index in indexes], **about)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:
-        return self._fetch(index, self.session.layout)
+        return [shard for (shard,) in self._fetch([index], self.session.layout)]
 
-    def full(self, index: int) -> torch.Tensor:
-        layout, about = self.session.layout, self.meta(index)
-        refuse_ragged(about.shape)
-        number = scalar_in(self._prints, tuple(self.settle()), index) if self._prints else None
-        if number is not None:
-            return number
-        owners = layout.owners(about.spec)
-        found: list[Any] = [None] * layout.size
-        for rank, shard in zip(owners, self._fetch(index, layout, owners), strict=True):
-            found[rank] = shard
-        return layout.join(found, about.spec)
+    def full(self, indexes: Sequence[int]) -> list[torch.Tensor]:
+        layout, metas = self.session.layout, tuple(self.settle())
+        for index in indexes:
+            refuse_ragged(metas[index].shape)
+        found: dict[int, Any] = {n: scalar_in(self._prints, metas, n) if self._prints else None for n in indexes}
+        rest = [index for index, number in found.items() if number is None]
+        spec = metas[indexes[0]].spec  # of all
+        owners, shards = layout.owners(spec), list[Any]([None] * layout.size)
+        for index, *parts in zip(rest, *(self._fetch(rest, layout, owners) if rest else ()), strict=True):
+            for rank, part in zip(owners, parts, strict=True):
+                shards[rank] = part
+            found[index] = layout.join(shards, spec)
+        return [found[index] for index in indexes]
 
 
 class Values:

@@ -52,6 +52,10 @@ class LaunchedCall:
     Args:
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
+        values: a hash of the numbers and names among the leaves, which may be flags.
+
+    Attributes:
+        key: equal for calls whose body is checked once: their arguments differ in shapes and dtypes.
     """
 
     shipped = None  # nothing is sent
@@ -64,12 +68,14 @@ class LaunchedCall:
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
+        values: int,
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
         self.plan, self.moves = plan, moves
         self.cuts: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
-        self._last = _Last()
+        self._last, self._followed = _Last(), False
+        self.key = treedef, plan, values
         self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
 
@@ -77,6 +83,13 @@ class LaunchedCall:
         """The same for other numbers and names."""
         other = copy.copy(self)
         other._count = 0
+        return other
+
+    def for_other_shapes(self, moves: list[tuple[int, Any]]) -> LaunchedCall:
+        """The same for arguments of other shapes, for which the body is not checked again, as in a driver's call."""
+        other = copy.copy(self)
+        other.moves, other._call = moves, self._call.for_other_shapes()
+        other._last, other._followed, other._count = _Last(), True, 0
         return other
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
@@ -127,7 +140,8 @@ class LaunchedCall:
     def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
         self._count += 1
         layout, where = self._mesh.layout, self._mesh.describe
-        looked = check_of(check, self._count, layout.size, first=self._last.results is None)
+        first = self._last.results is None and not self._followed
+        looked = check_of(check, self._count, layout.size, first=first)
         given = self._inputs.prints(values, looked)
         outcome = self._call(values, specs, key, check=looked)
         comm = self._session.comm()

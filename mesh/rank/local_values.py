@@ -80,7 +80,10 @@ class LocalValues:
         tensor: torch.Tensor = self._arrays[index]()._shard
         return tensor
 
-    def full(self, index: int) -> torch.Tensor:
+    def full(self, indexes: Sequence[int]) -> list[torch.Tensor]:
+        return [self._whole(index) for index in indexes]
+
+    def _whole(self, index: int) -> torch.Tensor:
         mine, spec = self.value(index), self.hints[index].spec
         if not spec.entries:
             # A copy: what the caller does to it must not change the value.

@@ -86,9 +86,10 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
     return protocol.Metadata(task.number, pickle.dumps((described, failure, brief)), lasting=False)
 
 
-def fetch_value(state: RankState, task: protocol.FetchValue, packet: wire.Packet) -> Any:
-    (tensor,), _ = state.values.gather((task.call, task.index, task.index + 1))
-    found = frozen_as(tensor, tensor.cpu())
+def fetch_values(state: RankState, task: protocol.FetchValues, packet: wire.Packet) -> Any:
+    tensors, _ = state.values.gather(task.spans)
+    # Detached, as a step may return one tensor twice, and one tensor would arrive.
+    found = [frozen_as(tensor, tensor.detach().cpu()) for tensor in tensors]
     state.session.check()  # if the GPU was stopped, the contents are arbitrary
     return found
 
@@ -124,7 +125,7 @@ DO: dict[type, Callable[[RankState, Any, wire.Packet], Any]] = {
     protocol.PassThrough: pass_through,
     protocol.PutValues: put_values,
     protocol.FillValues: fill_values,
-    protocol.FetchValue: fetch_value,
+    protocol.FetchValues: fetch_values,
     protocol.MoveValues: move_values,
     protocol.ReloadModules: reload_modules,
 }

@@ -143,6 +143,8 @@ class _Join:
             for index, item in enumerate(items):
                 for tensor in tensors_in(item):
                     varying = self._at(index, len(items)) if isinstance(value, list | tuple) else self._all
+                    if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
+                        varying = varying._replace(statistic=f"{self._name} at {varying.line}")
                     if self._overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
                         net.made(tensor, varying)
                     elif varying.origins or not self._overwrites:

@@ -15,8 +15,12 @@ from ...kernels.torch_private import arguments, operation_name, version
 
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
-_REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin"}
+_REDUCTIONS |= {"bincount", "histc", "nansum", "argmax", "argmin", "any", "all", "count_nonzero"}
 _ALONG = {"sort", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}  # along one dimension, which they keep
+_ALONG |= {"_softmax", "_log_softmax"}
+_PAIRS = {"mm", "bmm", "_cdist_forward", "_euclidean_dist"}  # the rows of one with those, or the columns, of another
+_SCATTERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}  # rows, to where others may be
+_FACTORED = {"_linalg_svd", "linalg_qr", "linalg_lstsq"}  # a matrix
 _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"}
 _LOSSES |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _KEEP_MEANS = {"add", "sub", "neg", "clone", "_to_copy", "detach", "alias", "view", "div"}
@@ -28,8 +32,9 @@ def joins_samples(
 ) -> bool:
     """Whether result `index` of an operation is computed from all `samples` samples, the rows of its input, together.
 
-    Sorted values and cumulative sums count (as in quantiles and returns); the indices of a sort, and where samples
-    begin in a packed tensor, do not. Nested tensors, which have no shape, never count.
+    Sorted values and cumulative sums count (as in quantiles and returns), and so does what is computed of all pairs
+    of samples; the indices of a sort, and where samples begin in a packed tensor, do not. Nested tensors, which have no
+    shape, never count.
 
     Args:
         all_differ: whether all inputs differ between ranks, so that none of them is a weight.
@@ -38,8 +43,12 @@ def joins_samples(
     given = args[0] if args else None
     if not isinstance(given, Tensor) or not given.dim() or given.is_nested:
         return False
+    if name in _PAIRS and all_differ and result.shape[-2:] == (samples, samples) and result.shape[:-2].numel() == 1:
+        return given.shape[-2] == samples
     if name == "mm":
         return all_differ and given.shape[1] == samples and result.shape[0] != samples
+    if name.removesuffix("_") in _SCATTERED:  # more rows than places
+        return args[1] % given.dim() == 0 and args[3].shape[:1] == (samples,) and given.shape[0] < samples
     if given.shape[0] != samples:
         return False
     if name in _ALONG:
@@ -47,6 +56,8 @@ def joins_samples(
         at = names.index("dim")
         dim = args[at] if at < len(args) else kwargs.get("dim", -1)
         return index == 0 and dim % given.dim() == 0 and result.is_floating_point()
+    if name in _FACTORED:
+        return given.dim() == 2
     return name in _REDUCTIONS and (not result.dim() or result.shape[0] != samples)
 
 

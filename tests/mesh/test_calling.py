@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
+from internals import tell_renewals_after
 from patience import until
 
 from spmd import P, Sharded, SpecError, axis_index, fetch, put, spmd
@@ -299,3 +301,63 @@ def test_a_number_where_a_tensor_was_before(shared_mesh):
 
     for is_number in (0, 0, 0, 1, 1, 1, 1, 0):  # no flag that the signature would tell
         assert [float(one) for one in step(torch.ones(2), is_number)] == [2.0, 2.0]
+
+
+def warned(call, times):
+    """What so many calls warn of, each of which is told its number."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for turn in range(times):
+            call(turn)
+    return [str(one.message) for one in found]
+
+
+def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh, monkeypatch):
+    """Each of these calls is a first call, silently."""
+    tell_renewals_after(monkeypatch, 20)
+    mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
+
+    def inline(turn):
+        return spmd(lambda x: x + 1, mesh=mesh)(x)
+
+    def defined(turn):
+        @spmd(mesh=mesh)
+        def step(x):
+            return x * turn
+
+        return step(x)
+
+    @spmd(mesh=mesh)
+    def changing(x):
+        return x * captured["rate"]
+
+    def changed(turn):
+        captured["rate"] += 0.5
+        return changing(x)
+
+    for call, name in ((inline, "<lambda>"), (defined, "step"), (changed, "changing")):
+        assert warned(call, 19) == []
+        (text,) = warned(call, 21)
+        assert text.startswith(f"each of the last 20 calls of {name} was a first call") and "before the loop" in text
+
+
+def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
+    tell_renewals_after(monkeypatch, 20)
+    mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
+    step = spmd(lambda x, number: x + number, mesh=mesh)
+    assert warned(lambda turn: step(x, turn), 30) == []  # a flag, perhaps
+    assert warned(lambda turn: step(torch.ones(turn + 1), 1), 30) == []
+
+    @spmd(mesh=mesh)
+    def scaled(x):
+        return x * captured["rate"]
+
+    def epoch(turn):
+        captured["rate"] += 0.5
+        return [scaled(x) for _ in range(2)]
+
+    def several(turn):  # of one text, each called several times
+        again = spmd(lambda x: x + turn, mesh=mesh)
+        return again(x), again(x)
+
+    assert warned(epoch, 25) == [] == warned(several, 25)

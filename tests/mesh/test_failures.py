@@ -599,14 +599,14 @@ def test_a_rank_that_can_use_its_gpu_no_more_as_a_value_is_fetched(make_mesh):
 
     def fail():
         from spmd.kernels.cuda import placement
-        from spmd.mesh.protocol import FetchValue
+        from spmd.mesh.protocol import FetchValues
         from spmd.mesh.rank.tasks import DO
 
         def fetch(*args):
             placement.fault = lambda: "CUDA error: device-side assert triggered"
             raise RuntimeError("of what came before")
 
-        DO[FetchValue] = fetch
+        DO[FetchValues] = fetch
 
     for _ in range(3):
         mesh.run(fail)

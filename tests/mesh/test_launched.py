@@ -394,3 +394,42 @@ def test_a_number_that_counts_calls_does_not_make_each_a_first_call(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     _, out, _ = run(*launcher, script(tmp_path, COUNTED))
     assert out.splitlines()[-1] == str([number < 9 or number == 16 for number in range(20)])
+
+
+OTHER_LENGTHS = (
+    "import warnings"
+    + COUNTED.partition("step = ")[0]
+    + """
+step = spmd(data_parallel(lambda w, batch: (value_and_grad(loss)(w, batch)[0], w + 1)), mesh=mesh)
+for length in (3, 4, 5, 3, 4, 6, 3):
+    w, batch = torch.arange(float(length)), torch.ones(4, length)
+    looked = set()
+    sys.setprofile(note)
+    value, more = step(w, batch)
+    sys.setprofile(None)
+    followed.append(("following.py", "settle") in looked)
+    assert torch.allclose(value.full(), loss(w, batch)) and more.shape == (length,) and torch.equal(more.full(), w + 1)
+step(torch.ones(2), torch.ones(5, 2))  # another number of samples, which may be split otherwise
+try:  # what the body does to other shapes is compared all the same
+    spoilt = spmd(lambda x: x + (mesh.rank if len(x) > 2 else 0), mesh=mesh)
+    spoilt(torch.ones(2)), spoilt(torch.ones(3))
+except Exception as error:
+    followed.append(type(error).__name__)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    for turn in range(201):
+        spmd(lambda x: x + 1, mesh=mesh)(torch.ones(2))
+followed += [str(one.message)[:42] for one in found]
+if mesh.rank == 0:
+    print(followed)
+else:
+    assert not found
+"""
+)
+
+
+def test_other_shapes_do_not_make_a_call_a_first_call(tmp_path):
+    """As with a driver: batches of many lengths would cost many times as much. To define it anew for each does."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _, out, _ = run(*launcher, script(tmp_path, OTHER_LENGTHS))
+    assert out.splitlines()[-1] == str([True, *[False] * 6, "SpecError", "each of the last 200 calls of <lambda> was"])

@@ -13,7 +13,7 @@ import torch
 from internals import arena_bytes, values_held
 from patience import until
 
-from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, psum, put, spmd
+from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, fetch, psum, put, spmd
 
 
 def resident(mesh) -> list[int]:
@@ -66,6 +66,29 @@ def test_another_spec_moves_what_it_must(mesh, sent):
     assert mean(across).full().tolist() == [4, 4] and sum(sent) > 0
     with pytest.raises(SpecError, match="dimension 0 of size 3 is not divisible"):
         mean(put(torch.ones(3, 2), P(None, "data"), mesh=mesh))
+
+
+def test_small_values_are_fetched_together(mesh, sent):
+    @spmd(mesh=mesh)
+    def make(x):
+        many = [x + number for number in range(300)]
+        return {"many": many, "large": torch.ones(1 << 15), "twice": (x, x), "text": "a", "number": x.sum()}
+
+    made, cut = make(torch.arange(4.0)), [put(torch.arange(4) + number, P("data"), mesh=mesh) for number in range(2)]
+    found = fetch(made)  # so that the call is over
+    sent.clear()
+    again, (first, second) = fetch((made, cut))
+    assert len(sent) < 10
+    for tree in (found, again):
+        assert all(value.tolist() == [number + i for i in range(4)] for number, value in enumerate(tree["many"]))
+        assert tree["large"].sum() == 1 << 15 and tree["text"] == "a" and tree["number"] == 6
+        tree["twice"][0].add_(1)
+        assert tree["twice"][1].tolist() == [0, 1, 2, 3]
+        assert tree["many"][0].untyped_storage().nbytes() == 16  # what saves it alone saves no others
+    assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [1, 2, 3, 4]
+    same, other = fetch([made["twice"][0]] * 2)
+    same.add_(1)
+    assert other.tolist() == [0, 1, 2, 3] == made["many"][0].tolist()
 
 
 def test_calls_do_not_wait(mesh, tmp_path):

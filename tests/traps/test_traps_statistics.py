@@ -100,6 +100,41 @@ def whitened(p: Any, b: Any) -> Any:
     return value_and_grad(lambda p: losses(p, x, b["y"]).mean())(p)
 
 
+def attended(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"].softmax(0) * len(b["gain"]))
+
+
+def neighbours(p: Any, b: Any) -> Any:
+    away = torch.cdist(b["x"], b["x"]).fill_diagonal_(9.0).amin(1)
+    return value_and_grad(weighted)(p, b["x"], b["y"], away)
+
+
+def similar(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], (b["x"] @ b["x"].T).relu().sum(1))
+
+
+def similar_by_einsum(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], torch.einsum("nd,md->nm", b["x"], b["x"]).amax(1))
+
+
+def totals_of_classes(p: Any, b: Any) -> Any:
+    total = torch.zeros(3).index_add(0, b["y"], b["gain"])
+    return value_and_grad(weighted)(p, b["x"], b["y"], total[b["y"]])
+
+
+def largest_of_classes(p: Any, b: Any) -> Any:
+    most = torch.zeros(3).scatter_reduce_(0, b["y"], b["gain"], "amax")
+    return value_and_grad(weighted)(p, b["x"], b["y"], most[b["y"]])
+
+
+def principal(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], torch.linalg.svd(b["x"], full_matrices=False)[0][:, 0].abs())
+
+
+def if_any(p: Any, b: Any) -> Any:
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"] * (b["gain"] > 2).any())
+
+
 STATISTICS = {
     advantages: "mean",
     features: "mean",
@@ -111,6 +146,14 @@ STATISTICS = {
     discounted: "add",
     added_in_place: "add_",
     whitened: "mm",
+    attended: "_softmax",
+    neighbours: "_cdist_forward",
+    similar: "mm",
+    similar_by_einsum: "bmm",
+    totals_of_classes: "index_add",
+    largest_of_classes: "scatter_reduce_",
+    principal: "_linalg_svd",
+    if_any: "any",
 }
 
 
@@ -138,6 +181,19 @@ def of_each_sample(p: Any, b: Any) -> Any:
     order = b["gain"].argsort()  # as for sequences that are packed by length
     x = (x @ torch.eye(6)).cumsum(1)[(b["y"] + 1).cumsum(0) % len(x)]
     return value_and_grad(weighted)(p, x[order], b["y"][order], b["gain"][order])
+
+
+def within_each_sample(p: Any, b: Any) -> Any:
+    """Attention over, distances among, and factors of what each sample has; its distances to what all ranks have."""
+    sets = b["x"].view(-1, 3, 2)
+    attended = (sets @ sets.mT).softmax(-1) @ sets
+    attended = (
+        attended + torch.cdist(sets, sets).sum(-1, keepdim=True) + torch.linalg.svd(sets)[1].sum(-1)[:, None, None]
+    )
+    x = attended.flatten(1) * b["x"].softmax(1) * (b["x"] > 0).any(1, keepdim=True)
+    x = x + torch.cdist(x, p["w"].T).sum(1, keepdim=True) + (x @ p["w"]).sum(1, keepdim=True)
+    spread = torch.zeros(2 * len(x), 6).index_add(0, 2 * torch.arange(len(x)), x)  # each in a place of its own
+    return value_and_grad(weighted)(p, spread[::2], b["y"], b["gain"])
 
 
 def one_by_one(p: Any, b: Any) -> Any:
@@ -174,7 +230,10 @@ def of_gradients(p: Any, b: Any) -> Any:
     return value_and_grad(f)({"w": p["w"] + 0.1 * up["w"] / up["w"].norm()}, b["x"] + along.sign())
 
 
-@pytest.mark.parametrize("step", [averaged, gathered, of_each_sample, one_by_one, of_parameters, a_count, of_gradients])
+NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count, of_gradients)
+
+
+@pytest.mark.parametrize("step", NONE)
 def test_what_is_none(mesh: Mesh, step: Callable) -> None:
     assert warned(mesh, step) == []
 
