@@ -218,9 +218,7 @@ class CallValues:
         return self.settle()[index]
 
     def local(self, index: int) -> torch.Tensor:
-        raise MeshError(
-            "the driver is not a rank and holds no shard", remedy="use .shards() for all of them, or .full()"
-        )
+        raise MeshError("the driver is not a rank and holds no shard", remedy="use .shards() for all, or .full()")
 
     def _fetch(self, indexes: Sequence[int], layout: Layout, ranks: Sequence[int] | None = None) -> list[Any]:
         self.settle()
