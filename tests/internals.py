@@ -203,6 +203,19 @@ def doctor_waits(seconds: float) -> None:
     doctor.SECONDS = seconds
 
 
+def laid_out_on_a_host(tensor: Tensor) -> bytearray:
+    """What a host writes into its arena of a tensor that is put on its ranks."""
+    from spmd.mesh import protocol, wire
+    from spmd.mesh.hosts.process import Host
+
+    packet, memory, new = wire.dumps(tensor), bytearray(tensor.nbytes), types.SimpleNamespace
+    packet.head = protocol.encode(protocol.PutValues(1, 0, (), (), out=2, specs=(), given=None))
+    given = new(trim=lambda: None, take=lambda size: (0, 0), memory=lambda result, size: memoryview(memory))
+    host: Any = new(_arena=new(given=given), _given={})
+    Host._laid_out(host, packet)
+    return memory
+
+
 def lose_value(array: Any, rank: int) -> None:
     """A rank lacks a value, and the driver knows, as after a move to a rank that was replaced has failed."""
     from spmd.mesh import protocol
