@@ -203,6 +203,11 @@ def doctor_waits(seconds: float) -> None:
     doctor.SECONDS = seconds
 
 
+def messages_of_call(comm: Any) -> list[Any]:
+    """The messages of the current call of an @spmd function that a communicator still knows: the list itself."""
+    return comm._operations.of_call
+
+
 def laid_out_on_a_host(tensor: Tensor) -> bytearray:
     """What a host writes into its arena of a tensor that is put on its ranks."""
     from spmd.mesh import protocol, wire
