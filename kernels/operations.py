@@ -152,8 +152,8 @@ class Operations:
     Attributes:
         queue: collectives, in the order in which they were started.
         messages: sends and receives.
-        of_call: those of the current call, if it is one of an @spmd function; of those that the program knows to be over
-            no more than of the others, and one.
+        of_call: those of the current call, if it is one of an @spmd function; those that the program knows to be over
+            are taken out now and then.
     """
 
     def __init__(
