@@ -38,7 +38,9 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
 
     def popen(command: Sequence[str], **options: Any) -> Any:
         _, _, *python = command  # env with a variable, or ssh
-        return run(python, **options) if python[0] == sys.executable else subprocess.Popen(command, **options)
+        python = [one for one in python if one != "-B"]  # which changes nothing in a fork
+        forked = python[0] == sys.executable and python[1] in ("-c", "-m")  # else it has options that a fork can't have
+        return run(python, **options) if forked else subprocess.Popen(command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
