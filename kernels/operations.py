@@ -152,7 +152,8 @@ class Operations:
     Attributes:
         queue: collectives, in the order in which they were started.
         messages: sends and receives.
-        of_call: those of the current call, if it is one of an @spmd function, that the program may not know to be over.
+        of_call: those of the current call, if it is one of an @spmd function; those that the program knows to be over
+            are taken out now and then.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Operations:
         self.queue: deque[Work] = deque()
         self.messages: list[Work] = []
         self.of_call: list[Work] = []
-        self._call = here.call
+        self._call, self._most = here.call, 1
 
     @property
     def stale(self) -> bool:
@@ -198,8 +199,12 @@ class Operations:
         work = Work(self, what, steps, peers)
         self.messages.append(work)
         if (call := here.call) & 1:
-            before = self.of_call if call == self._call else ()
-            self._call, self.of_call = call, [*(one for one in before if not (one.done and one.seen)), work]
+            if call != self._call:
+                self._call, self.of_call, self._most = call, [], 1
+            self.of_call.append(work)
+            if len(self.of_call) > self._most:  # now and then, since each look is at all of them
+                self.of_call = [one for one in self.of_call if not (one.done and one.seen)]
+                self._most = 2 * len(self.of_call) + 1
         _active.add(self)
         self.progress_messages()
         return work

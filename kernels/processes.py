@@ -237,12 +237,13 @@ _FLAGS = {
     "isolated": "I",
     "no_site": "S",
     "no_user_site": "s",
+    "safe_path": "P",  # since Python 3.11
 }
 
 
 def python_command() -> list[str]:
     """This Python, with the options of this process: assertions, warnings, modes, and what it reads as it starts."""
-    flags = "".join(letter * getattr(sys.flags, name) for name, letter in _FLAGS.items())
+    flags = "".join(letter * getattr(sys.flags, name, 0) for name, letter in _FLAGS.items())
     given = getattr(sys, "_xoptions", {})  # documented, but of CPython alone
     modes = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in given.items()]
     return [sys.executable, *[f"-{flags}"] * bool(flags), *(f"-W{each}" for each in sys.warnoptions), *modes]

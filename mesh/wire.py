@@ -219,7 +219,8 @@ def loads(packet: Packet, object_of: Callable[[Any], Any] | None = None, memory:
 def to_bytes(obj: Any, name_of: Callable[[Any], Any] | None = None) -> bytes:
     """An object as one bytes object, for transports that know no packets."""
     packet = dumps(obj, name_of)
-    tensors = packet.inline if packet.fd is None else os.pread(packet.fd, os.fstat(packet.fd).st_size, 0)
+    # Mapped, since Linux reads at most 2 GiB at once.
+    tensors = packet.inline if packet.fd is None else mmap.mmap(packet.fd, 0, access=mmap.ACCESS_READ)
     packet.close()
     return b"".join((len(packet.data).to_bytes(8, "little"), packet.data, tensors))
 

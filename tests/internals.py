@@ -38,7 +38,9 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
 
     def popen(command: Sequence[str], **options: Any) -> Any:
         _, _, *python = command  # env with a variable, or ssh
-        return run(python, **options) if python[0] == sys.executable else subprocess.Popen(command, **options)
+        python = [one for one in python if one != "-B"]  # which changes nothing in a fork
+        forked = python[0] == sys.executable and python[1] in ("-c", "-m")  # else it has options that a fork can't have
+        return run(python, **options) if forked else subprocess.Popen(command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
@@ -201,6 +203,24 @@ def doctor_waits(seconds: float) -> None:
     from spmd.cli import doctor
 
     doctor.SECONDS = seconds
+
+
+def messages_of_call(comm: Any) -> list[Any]:
+    """The messages of the current call of an @spmd function that a communicator still knows: the list itself."""
+    return comm._operations.of_call
+
+
+def laid_out_on_a_host(tensor: Tensor) -> bytearray:
+    """What a host writes into its arena of a tensor that is put on its ranks."""
+    from spmd.mesh import protocol, wire
+    from spmd.mesh.hosts.process import Host
+
+    packet, memory, new = wire.dumps(tensor), bytearray(tensor.nbytes), types.SimpleNamespace
+    packet.head = protocol.encode(protocol.PutValues(1, 0, (), (), out=2, specs=(), given=None))
+    given = new(trim=lambda: None, take=lambda size: (0, 0), memory=lambda result, size: memoryview(memory))
+    host: Any = new(_arena=new(given=given), _given={})
+    Host._laid_out(host, packet)
+    return memory
 
 
 def lose_value(array: Any, rank: int) -> None:

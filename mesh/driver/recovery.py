@@ -239,16 +239,24 @@ class Recovery:
             session.shipped.drop_naming_values()
         return ready
 
-    def move_values(self) -> None:
-        """Try again to bring values back, since a call needs some of them; raises the error if it fails once more."""
+    def move_values(self) -> bool:
+        """Try again to bring values back, since a call needs some of them; whether there were any that somebody has.
+
+        Raises the error if it fails once more.
+        """
         session = self._session
         with session.lock:
             session.ready()
-            moves = self._moves = moves_of(session, ())
+            moves = moves_of(session, ())
+            if not moves.sends and not moves.fetches:
+                return False  # an earlier move may be under way, and stays noted
+            self._moves = moves
             with uninterrupted():
                 moves.send(session)
-        if moves.task is not None:
-            session.wait(moves.task)
+            task = moves.task
+        assert task is not None
+        session.wait(task)
+        return True
 
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
         """Send again what the replaced ranks left undone."""

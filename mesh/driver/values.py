@@ -121,9 +121,9 @@ class CallValues:
         if not self.missing.get(index):
             return
         if self.read is None:
-            self.session.move_values()
-            if missing := self.missing.get(index):
-                raise lost(self.session, self.meta(index), missing, name)
+            while missing := self.missing.get(index):  # another rank may die meanwhile
+                if not self.session.move_values():
+                    raise lost(self.session, self.meta(index), missing, name)
             return
         ranks = sorted(self.unread_on)
         self.was_read(ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import mmap
 import os
 import signal
 import socket
@@ -181,7 +182,8 @@ class Host:
             return packet
         size = os.fstat(packet.fd).st_size
         result = self._given[msg.out] = self._arena.given.take(size)
-        os.preadv(packet.fd, [self._arena.given.memory(result, size)], 0)
+        memory = self._arena.given.memory(result, size)
+        memory[:] = mmap.mmap(packet.fd, size, access=mmap.ACCESS_READ)  # Linux reads at most 2 GiB at once
         packet.close()
         packet.head = ranks_protocol.encode(dataclasses.replace(msg, given=(*result, size)))
         return packet

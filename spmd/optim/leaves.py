@@ -107,21 +107,20 @@ def refuse_leaf(cls: str, make: Callable[[list[Tensor]], Any], leaves: Sequence[
 
 
 def refuse_step(cls: type, error: Exception, stepped: Iterable[Any]) -> None:
-    """Say what is wrong if one of torch's optimizers fails on another one's state, or on gradients of another kind.
+    """Say what is wrong if an optimizer of torch's fails on another one's state, or one on gradients of another kind.
 
     Args:
         stepped: what it was lent for each parameter, `blocks.Lent`.
     """
-    name = cls.__name__
-    if not cls.__module__.startswith("torch.optim"):
-        return
-    if isinstance(error, KeyError) and all(one.state and error.args[0] not in one.state for one in stepped):
+    name, is_torchs = cls.__name__, cls.__module__.startswith("torch.optim")
+    is_key = is_torchs and isinstance(error, KeyError)
+    if is_key and all(one.state and error.args[0] not in one.state for one in stepped):
         raise SpecError(
             f"{name} finds no {error.args[0]!r} in opt_state, which another optimizer has made",
             got=f"{[*next(iter(stepped)).state]} for each parameter",
             remedy="restore with the class and options of the run that was saved, or begin with opt.init(params)",
         ) from None
-    if name == "SparseAdam" and not any(one.grad.is_sparse for one in stepped):
+    if str(error).endswith("consider Adam instead"):  # that of `SparseAdam`, or of a class made from it
         raise SpecError(
             f"{name} takes sparse gradients, and value_and_grad gives dense ones, of all layers",
             got=str(error),

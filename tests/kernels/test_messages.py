@@ -12,6 +12,7 @@ import cloudpickle
 import pytest
 import torch
 from bodies import amid_collectives, any_source, around_the_ring, both_ways, everyone_to_everyone, thousand, to_itself
+from internals import messages_of_call
 from oracle import DTYPES, bits, value
 from patience import soon
 
@@ -301,6 +302,29 @@ def test_a_receive_from_one_run_to_the_next(make_mesh: Callable[..., Mesh], back
     mesh.run(posts, mesh, True)
     with pytest.warns(UserWarning, match=r"its receive was started in another.*wait\(\) there for each irecv"):
         assert mesh.run(posts, mesh, False) == [0.0, 2.0]
+
+
+def test_messages_of_a_step_are_kept_while_they_are_under_way(pair: Mesh) -> None:
+    """Then they are let go of, without a look at all of them whenever another begins."""
+
+    def step(x: torch.Tensor) -> tuple[int, int, int]:
+        comm = pair.comm()
+        for _ in range(50):
+            sending = comm.isend(x, 1 - comm.rank)
+            comm.recv(torch.empty_like(x), 1 - comm.rank)
+            sending.wait()
+        left, works, looks = len(messages_of_call(comm)), [], []
+        for _ in range(100):
+            works += [comm.isend(x, 1 - comm.rank), comm.irecv(torch.empty_like(x), 1 - comm.rank)]
+            if not looks or messages_of_call(comm) is not looks[-1]:
+                looks.append(messages_of_call(comm))
+        kept = len(messages_of_call(comm))
+        for work in works:
+            work.wait()
+        return left, kept, len(looks)
+
+    left, kept, looks = spmd(step, mesh=pair)(torch.ones(1))
+    assert left <= 5 and 200 <= kept <= 205 and looks < 10
 
 
 @pytest.mark.parametrize("size", [2, 3])

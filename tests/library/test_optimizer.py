@@ -170,6 +170,15 @@ def test_sparse_embeddings(shared_mesh):
     torch.testing.assert_close(params["weight"].full(), reference.weight.detach())
 
 
+def test_a_class_made_from_sparse_adam_says_what_it_takes():
+    class Rows(optim.SparseAdam):
+        pass
+
+    opt, params = optimizer(Rows, lr=0.1), {"w": torch.ones(2, 2)}
+    with pytest.raises(SpecError, match=r"Rows takes sparse gradients, and value_and_grad gives dense ones"):
+        opt.step(params, params, opt.init(params))
+
+
 def test_it_is_a_pair():
     opt = optimizer(optim.SGD, lr=0.1)
     assert isinstance(opt, Optimizer)

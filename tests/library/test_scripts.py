@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -276,7 +277,8 @@ for hosts in (None, "local:2x1"):
 
 def test_ranks_have_the_options_of_python(tmp_path):
     """Those by which a program means something else: without assertions, with warnings as errors."""
-    code, out, err = run("-Ob", "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
+    flags = "-Ob" if sys.version_info < (3, 11) else "-ObP"
+    code, out, err = run(flags, "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
     assert (code, out) == (0, "True\nTrue\n"), err
 
 

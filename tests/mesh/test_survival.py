@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -617,3 +618,21 @@ def test_values_that_a_rank_lacks_come_from_others(shared_mesh) -> None:
     with pytest.raises(PeerLost, match=r"argument 0 .*was lost with rank 1, which alone held a shard of it"):
         total(cut)
     assert total(small).full().tolist() == [0.0, 2.0, 4.0]
+
+
+def test_who_asks_for_a_lost_value_does_not_end_the_move_of_others(make_mesh) -> None:
+    """A move that is under way then, and fails since another rank dies, is made again."""
+    mesh = make_mesh({"data": 3})
+    small, cut = put(torch.arange(3.0), mesh=mesh), put(torch.arange(6.0), P("data"), mesh=mesh)
+    total = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    lose_value(small, 0), lose_value(cut, 1)
+    mesh.submit(time.sleep, HANGS, rank=1)  # which has the value, and sends it afterwards
+    with ThreadPoolExecutor() as pool:
+        moved = pool.submit(total, small)
+        assert until(lambda: not small._source.missing)
+        with pytest.raises(PeerLost, match="was lost with rank 1, which alone held"):
+            total(cut)
+        kill(mesh, [2])
+        with pytest.raises(PeerLost, match="rank 2 was killed"):
+            moved.result()
+    assert total(small).full().tolist() == [0.0, 3.0, 6.0]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import internals
 import pytest
 import torch
 from hypothesis import given, settings
@@ -188,6 +189,22 @@ def test_bytes_hold_an_object_with_all_its_tensors():
         assert torch.equal(wire.from_bytes(wire.to_bytes([value]))[0], value)
     assert wire.from_bytes(wire.to_bytes("text")) == "text"
     assert wire.from_bytes(wire.to_bytes(os, lambda obj: "os" if obj is os else None), lambda name: name) == "os"
+
+
+@pytest.fixture
+def reads_little(monkeypatch):
+    """Files are read in small portions, as Linux reads them in portions of 2 GiB."""
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 1000), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:1000]], at))
+
+
+@pytest.mark.usefixtures("reads_little")
+def test_more_than_is_read_at_once():
+    value = torch.arange(1 << 16)
+    assert torch.equal(wire.from_bytes(wire.to_bytes(value)), value)
+    before, memory = descriptors(), internals.laid_out_on_a_host(value)
+    assert torch.equal(torch.frombuffer(memory, dtype=value.dtype), value) and descriptors() == before
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
