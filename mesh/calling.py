@@ -7,6 +7,7 @@ signatures mean equal structure, shapes, dtypes and specs of the arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,7 +43,6 @@ SIGNATURES = 256  # remembered for each program
 # 16, 32 and so on: a program that passes the number of its step must not make first calls only.
 FLAGS = 8
 RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
-_all_renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, list[None]]] = weakref.WeakKeyDictionary()
 
 
 def call(
@@ -80,7 +80,7 @@ def call(
     if calls is None:
         calls = session.calls[holder] = Calls()
         if check != "never":  # as with torch's functions on Arrays
-            calls.renewed = _renewals(session, source)
+            calls.renewals = _renewals_of(session, source)
     leaves, treedef = flat or calls.flatten(tree)
     spans = spans_of(leaves, calls.lengths)
     calls.lengths = [span.stop - span.start for span in spans]
@@ -112,10 +112,10 @@ def call(
         try:
             shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
             if known is not None and known.shipped is shipped:
-                calls.renewed.clear()
+                calls.renewals.count = 0
             else:
                 if known is not None or calls.empty:
-                    _note_renewal(calls.renewed, program.name, quiet=mesh.rank not in (None, 0))
+                    calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
                 settled = treedef, plan, moves
                 choice = _choice(leaves, plan)
                 if shipped is not None:
@@ -137,21 +137,32 @@ def call(
     return results
 
 
-def _renewals(session: Any, source: Any) -> list[None]:
-    """An entry for each of the last calls of a function's code that was a first call, though others came before it."""
+@dataclasses.dataclass(slots=True)
+class Renewals:
+    """How many of the last calls of a function's code were first calls, though others came before."""
+
+    count: int = 0
+
+    def note(self, name: str, *, quiet: bool) -> None:
+        """Count a call, and warn if the function was defined anew, or changed in what it captures, for each of many."""
+        self.count += 1
+        if self.count == RENEWED and not quiet:
+            warn(
+                f"each of the last {RENEWED} calls of {name} was a first call, with all its checks, which takes "
+                "several times as long: it was defined anew for each of them, or what it captures had changed",
+                remedy="define it once, before the loop, and pass what changes as an argument",
+            )
+
+
+# By session and code.
+_renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Renewals]] = weakref.WeakKeyDictionary()
+
+
+def _renewals_of(session: Any, source: Any) -> Renewals:
     code = getattr(inspect.unwrap(source), "__code__", None) if callable(source) else None
-    return [] if code is None else _all_renewals.setdefault(session, weakref.WeakKeyDictionary()).setdefault(code, [])
-
-
-def _note_renewal(renewed: list[None], name: str, *, quiet: bool) -> None:
-    """Warn if a function was defined anew, or changed in what it captures, for each of several calls in a row."""
-    renewed.append(None)
-    if len(renewed) == RENEWED and not quiet:
-        warn(
-            f"each of the last {RENEWED} calls of {name} was a first call, with all its checks, which takes several "
-            "times as long: it was defined anew for each of them, or what it captures had changed",
-            remedy="define it once, before the loop, and pass what changes as an argument",
-        )
+    if code is None:
+        return Renewals()
+    return _renewals.setdefault(session, weakref.WeakKeyDictionary()).setdefault(code, Renewals())
 
 
 class Calls:
@@ -159,7 +170,7 @@ class Calls:
 
     Attributes:
         lengths: of the spans in the last call's arguments.
-        renewed: see `_renewals`.
+        renewals: shared with other functions of the same code.
         planned: of a launched rank, by all but the shapes and dtypes of the arguments, the last call that was made.
     """
 
@@ -169,7 +180,7 @@ class Calls:
         self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall]] = {}
         self.planned: dict[Any, LaunchedCall] = {}
         self.lengths: list[int] = []
-        self.renewed: list[None] = []
+        self.renewals = Renewals()
         self._structure: trees.Structure | None = None  # of arguments alike twice in a row
         self._treedef: Any = None  # of the last arguments that did not match `_structure`
 

@@ -175,7 +175,7 @@ _NOTES = (  # on errors of torch's: a part of the type's name, a part of the tex
 )
 
 
-def is_unexplained(failures: dict[int, Failure]) -> str:
+def unexplained(failures: dict[int, Failure]) -> str:
     """If all of these ranks only gave up because of another, what they were told of its reason; else ""."""
     kinds = {failure.kind for failure in failures.values()}
     return next(iter(failures.values())).text if kinds == {"aborted"} else ""
@@ -217,7 +217,7 @@ def combine(
         return lost_error
     if not causes and interrupted:
         return MeshError("this call was interrupted, and has no results", where=mesh, remedy="call it again")
-    if not causes and (aborted := is_unexplained(failures)):
+    if not causes and (aborted := unexplained(failures)):
         problem = f"a rank has ended this call for all, and has not reported back since: {aborted}"
         return RemoteError(problem, where=mesh, remedy="see what that rank does, or waits for")
     if not causes:

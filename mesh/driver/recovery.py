@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
 from .. import protocol
-from ..failure import combine, is_unexplained, ranks_text
+from ..failure import combine, ranks_text, unexplained
 from ..hosts.moving import Moves, moves_of
 from ..rank.interrupts import uninterrupted
 from .answers import Answers, Session
@@ -173,7 +173,7 @@ class Recovery:
     def _is_unexplained(self) -> bool:
         """Whether somebody waits for a cause that its rank has not reported yet."""
         known = self._session.pending.failures(unsettled=True)
-        return not (self._lost or self.interrupted) and bool(is_unexplained(known))
+        return not (self._lost or self.interrupted) and bool(unexplained(known))
 
     def _failure(self, why: str | None = None) -> Outcome:
         failures, lost = self._session.pending.failures(), dict(self._lost)
