@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.compiler import is_dynamo_compiling
-
-from .callsite import shows_only_users
 from .errors import SpecError
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _GROUPS = (
     "leave it out: make a mesh with one more axis, as Mesh({'data': 2, 'group': 2}), and reduce over that one; "
@@ -37,7 +31,7 @@ _OF_GRADIENTS = {
     "allow_int": _NO_NEED + "integers get gradients of zeros",
     "create_graph": _NO_NEED + "a gradient within a gradient keeps its graph",
 }
-_STANDS = {  # by the function, and the name that others give it
+_STANDS: dict[str, dict[str, str]] = {  # by the function, and the name that others give it
     "Mesh": {
         "devices": 'ranks are processes: Mesh({"data": 4}) has four, one for each GPU with device="cuda"',
         **dict.fromkeys(
@@ -113,36 +107,17 @@ class UnknownArgument(SpecError, TypeError):
     """A call with an argument that the function does not have; a TypeError, as Python's own."""
 
 
-def names_checked(f: F) -> F:
-    """Have a function or a class refuse what torch or JAX call its arguments, and say what to write.
+def refuse_names(f: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise an error for the first argument of a call that has a name of torch's or JAX's, if there is one.
 
-    >>> @names_checked
-    ... def psum(x, axis): ...
-    >>> psum(1, axis_name="data")
-    Traceback (most recent call last):
-    spmd.kernels.argument_names.UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
+    Args:
+        f: a function, or the `__init__` of a class, that could not be called in this way.
     """
-    if isinstance(f, type):
-        f.__init__ = shows_only_users(_checked(f.__init__, f.__name__))  # type: ignore[misc]
-        return f
-    return _checked(f, f.__name__)  # type: ignore[return-value]
-
-
-def _checked(f: Callable, called: str) -> Callable:
-    theirs = _STANDS[called]
-    # The arguments of ours that they mean otherwise, with the number of positional ones that make them given twice.
+    called = f.__qualname__.removesuffix(".__init__")
+    theirs = _STANDS.get(called, {})
+    # Some name an argument of ours that they mean otherwise; it is theirs if it was given twice.
     position = {name: at for at, name in enumerate(inspect.signature(f).parameters) if name in theirs}
-
-    @functools.wraps(f)
-    def checking(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and not is_dynamo_compiling():
-            for name in kwargs:
-                if name in theirs and position.get(name, -1) < len(args):
-                    got = repr(kwargs[name])
-                    problem = (
-                        f"{called} has no argument {name}" if name not in position else f"{called} got {name} twice"
-                    )
-                    raise UnknownArgument(problem, got=got[:60], remedy=theirs[name])
-        return f(*args, **kwargs)
-
-    return checking
+    for name, got in kwargs.items():
+        if name in theirs and position.get(name, -1) < len(args):
+            problem = f"{called} has no argument {name}" if name not in position else f"{called} got {name} twice"
+            raise UnknownArgument(problem, got=repr(got)[:60], remedy=theirs[name])

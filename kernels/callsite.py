@@ -6,10 +6,11 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from .argument_names import refuse_names
 from .errors import SpmdError, message
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,15 +48,16 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
+_FAULTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # which no check of ours raises
+
+
 def hide_our_frames(error: BaseException) -> BaseException:
-    """Remove our frames from an exception that is about to leave this library, unless SPMD_TRACEBACK=full is set.
+    """Remove our frames from an exception that is about to leave this library, unless it is a fault of ours.
 
     To be called in the `except` clause of a function that the user called, before a bare `raise`.
     """
-    if os.environ.get("SPMD_TRACEBACK") == "full":
-        return error
     ours = error.__traceback__
-    left = users_frames(ours, raised_here=isinstance(error, SpmdError))
+    left = users_frames(error)
     error.__traceback__ = left
     if ours is not None and ours is not left:
         ours.tb_next = left  # Python 3.10 re-raises with the old traceback object, so cut that too
@@ -64,37 +66,64 @@ def hide_our_frames(error: BaseException) -> BaseException:
     return error
 
 
-def users_frames(traceback: TracebackType | None, *, raised_here: bool) -> TracebackType | None:
-    """A traceback without this library's frames.
+def users_frames(error: BaseException) -> TracebackType | None:
+    """An exception's traceback without this library's frames; the whole of a fault of ours, or if SPMD_TRACEBACK=full.
 
-    Args:
-        raised_here: the exception is this library's own; then frames of libraries below the user's last frame (such as
-            torch, if it has called us) are left out as well.
+    If the exception is this library's own, frames of libraries below the user's last frame (such as torch, if it has
+    called us) are left out as well.
     """
     parts = []
+    traceback = error.__traceback__
     while traceback is not None:
         parts.append(traceback)
         traceback = traceback.tb_next
+    if os.environ.get("SPMD_TRACEBACK") == "full" or _is_fault(error, parts):
+        return error.__traceback__
     kept: TracebackType | None = None
     for part in reversed(parts):
         frame = part.tb_frame
-        below = raised_here and kept is None and is_ours(frame)
+        below = isinstance(error, SpmdError) and kept is None and is_ours(frame)
         if not below and not is_our_file(frame.f_code.co_filename):
             kept = TracebackType(kept, frame, part.tb_lasti, part.tb_lineno)
     return kept
 
 
-def shows_only_users(call: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPPER_UPDATES) -> F:
-    """Wrap a function that users call, so that its exceptions are shown without this library's frames.
+def _is_fault(error: BaseException, traceback: Sequence[TracebackType]) -> bool:
+    """Whether it looks like a fault of this library: Python's own error, in a function of ours that has begun."""
+    on_purpose = isinstance(error, SpmdError) or error.__suppress_context__  # raised `from` something
+    if on_purpose or not isinstance(error, _FAULTS):
+        return False
+    return len(traceback) > 1 and is_our_file(traceback[-1].tb_frame.f_code.co_filename)
+
+
+def public(f: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPPER_UPDATES) -> F:
+    """Wrap what programs call, a function or a class, so that the tracebacks of its errors end at the program's line.
+
+    An argument under the name that torch or JAX give it is refused with what to write instead.
+
+    >>> @public
+    ... def psum(x, axis): ...
+    >>> psum(1, axis_name="data")
+    Traceback (most recent call last):
+    spmd.kernels.argument_names.UnknownArgument: psum has no argument axis_name (got 'data'): it is axis=
 
     Args:
-        like, updated: what the wrapper is to look like, if not like `call`; as for `functools.wraps`.
+        like, updated: what the wrapper is to look like, if not like `f`; as for `functools.wraps`.
     """
+    if isinstance(f, type):
+        f.__init__ = public(f.__init__)  # type: ignore[misc]
+        return f
 
-    @functools.wraps(call if like is None else like, updated=updated)
+    @functools.wraps(f if like is None else like, updated=updated)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            try:
+                return f(*args, **kwargs)
+            except TypeError as error:
+                at = error.__traceback__
+                if kwargs and at is not None and at.tb_next is None:  # the function has not begun
+                    refuse_names(f, args, kwargs)
+                raise
         except BaseException as error:
             hide_our_frames(error)
             raise

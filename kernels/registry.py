@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .arguments import check_function
+from .callsite import public
 from .communicator import Communicator
 from .errors import MeshError, SpecError
 from .network import hierarchical
@@ -79,6 +80,7 @@ _BUILT_IN: dict[str, Factory] = {
 _FACTORIES = dict(_BUILT_IN)
 
 
+@public
 def register_backend(name: str, factory: Factory) -> None:
     """Make `Mesh(backend=name)` use `factory(ranks=, rank=, watch=, store=, timeout=, channel=) -> Communicator`.
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import MeshError, SpecError, dtype_name
 from .batch import Deal
 from .display import drawing
@@ -157,6 +157,7 @@ class Array:
         return self._source.meta(self._index).spec
 
     @property
+    @public
     def local(self) -> torch.Tensor:
         self.check_readable()
         return self._source.local(self._index)
@@ -312,7 +313,7 @@ def _operators() -> Any:
     return importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
 
 
-@shows_only_users
+@public
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _operators().operate(func, args, kwargs)
 
@@ -342,7 +343,7 @@ for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
     *("__dlpack__", "__format__", "__str__", "__getitem__", *_OPERATORS),
 ):
-    setattr(Array, _name, shows_only_users(getattr(Array, _name)))
+    setattr(Array, _name, public(getattr(Array, _name)))
 
 # TensorBoard and tqdm's `set_postfix` ask whether they were given a Number: now they accept a loss.
 numbers.Number.register(Array)

@@ -102,8 +102,10 @@ class _Parts:
 
 def _formatted(error: BaseException) -> list[str]:
     """The traceback without this library's own frames."""
-    shown = users_frames(error.__traceback__, raised_here=isinstance(error, SpmdError)) or error.__traceback__
-    summary = traceback.TracebackException(type(error), error, shown)
+    shown = users_frames(error)
+    summary = traceback.TracebackException(type(error), error, shown or error.__traceback__)
+    if shown is error.__traceback__:  # all frames are to be seen
+        return list(summary.format())
     parts: list[traceback.TracebackException | None] = [summary]
     while parts:
         part = parts.pop()

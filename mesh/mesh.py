@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import is_whole
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError
 from . import running
@@ -36,7 +35,7 @@ from .run_state import RunState
 from .spec import Layout
 
 
-@names_checked
+@public
 class Mesh:
     """Named axes over ranks: the processes that a program's steps run on.
 
@@ -76,7 +75,6 @@ class Mesh:
     threads: int
     pinned_threads: int
 
-    @shows_only_users
     def __init__(
         self,
         axes: dict[str, int] | None = None,
@@ -163,6 +161,7 @@ class Mesh:
     def is_driver(self) -> bool:
         return self._rank_session is None
 
+    @public
     def coords(self, rank: int | None = None) -> dict[str, int]:
         """A rank's coordinates by axis name (this rank's own, on a rank)."""
         rank = self.rank if rank is None else rank
@@ -197,6 +196,7 @@ class Mesh:
         """Whether two objects stand for one mesh."""
         return self is other or (self._rank_session is not None and self._rank_session is other._rank_session)
 
+    @public
     def comm(self, axis: str | tuple[str, ...] | None = None, *, ranks: Sequence[int] | None = None) -> Communicator:
         """On a rank, a communicator (messages, collectives) of the ranks along `axis` (None: all), or of `ranks`.
 
@@ -234,7 +234,7 @@ class Mesh:
     def closed(self) -> bool:
         return bool(getattr(self._driver or self._rank_session, "closed", True))
 
-    @shows_only_users
+    @public
     def close(self) -> None:
         """Stop the ranks and free what they hold; values on the mesh are lost. Raises an error that nobody has seen."""
         if _default is self:
@@ -250,7 +250,7 @@ class Mesh:
         for future in (one for one in at_close if not getattr(one, "reported", True)):
             future.result()  # raises its error, which nobody has seen
 
-    @shows_only_users
+    @public
     def restart(self) -> None:
         """Kill the ranks, whatever they are doing, and start new ones: the mesh is as if it had just been made.
 
@@ -282,6 +282,7 @@ class Mesh:
             problem = f"mesh.{what} is for the program that started the ranks"
             raise MeshError(problem, where=self.describe(), remedy=remedy)
 
+    @public
     def __enter__(self) -> Mesh:
         if self._driver is not None:
             self._driver.check_open()

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import check_value
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import trees
 from .array import Array, meta
@@ -76,8 +75,7 @@ def specs_for(specs: Any, tree: Any, what: str) -> list[Any]:
         ) from None
 
 
-@shows_only_users
-@names_checked
+@public
 def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     """Place a tree of tensors on a mesh.
 
@@ -101,7 +99,7 @@ def put(tree: Any, spec: Any = REPLICATED, *, mesh: Mesh | None = None) -> Any:
     return put_on(resolve(mesh), tree, spec, compared=True)
 
 
-@shows_only_users
+@public
 def fetch(tree: Any) -> Any:
     """The values of a tree's Arrays as plain tensors; other leaves stay as they are.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_rank, checked_ranks
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import MeshError, PeerLost
 from . import protocol, wire
 from .ambient import ambient
@@ -34,6 +34,7 @@ from .remote.node import Node
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
+@public
 def device_mesh(mesh: MeshView) -> Any:
     """On a rank, torch's `DeviceMesh` of the mesh's ranks, with the same axis names, over "spmd" process groups."""
     return torch_compiled.uncompiled(_device_mesh)(mesh)
@@ -44,7 +45,7 @@ def _device_mesh(mesh: MeshView) -> Any:
     return importlib.import_module("spmd.torch_distributed.device_mesh").of_mesh(mesh)
 
 
-@shows_only_users
+@public
 def reload(self: MeshView, *modules: Any) -> list[str]:
     """Reload modules that were edited on disk, in the driver and on the ranks; values on the mesh stay.
 
@@ -69,7 +70,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
     return list(dict.fromkeys([*done, *driver.shipped.reload_there((*names, *done))]))
 
 
-@shows_only_users
+@public
 def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
     """Call `fn(*args)` on every rank, or on some; `fn` may use collectives.
 
@@ -106,7 +107,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
     return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
 
 
-@shows_only_users
+@public
 def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
     """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives.
 
@@ -189,7 +190,7 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
     return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
 
 
-@shows_only_users
+@public
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
     """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
     if not callable(cls):

@@ -15,12 +15,14 @@ from typing import Any
 import optree
 import torch
 
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import strides
 from .strides import frozen_as
 from .trees import NAMESPACE
 
 
+@public
 @dataclasses.dataclass(frozen=True, init=False, slots=True)
 class P:
     """A partition spec: for each dimension `None`, an axis, or a tuple of axes that cut it.
@@ -89,6 +91,7 @@ class P:
 REPLICATED = P()
 
 
+@public
 class Sharded:
     """A tree node that declares the spec of a local shard: inside a region, wrap an output in it.
 

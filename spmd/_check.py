@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
+from .kernels.callsite import public
 from .kernels.errors import SpecError
 from .kernels.torch_private import FakeTensors, PretendedNumbers
 from .mesh import trees
@@ -46,6 +47,7 @@ class _PlannedMesh:
         return True
 
 
+@public
 def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     """What a step returns on a mesh of any size, or the error that it raises there, without starting a rank.
 

@@ -28,6 +28,7 @@ from ._functional_checks import (
     warn_of_training,
 )
 from .kernels import torch_compiled, torch_private
+from .kernels.callsite import public
 from .kernels.errors import SpecError, no_attribute
 from .mesh.array import Array
 from .mesh.purity.captured_state import CapturedState
@@ -35,6 +36,7 @@ from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
 
 
+@public
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
     """Split a module into a pure function of its parameters, and those parameters.
 
@@ -66,6 +68,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
     return Apply(skeleton, torch_compiled.compiled_parts(module), Origin(module)), _values(module)
 
 
+@public
 def functional_with_buffers(
     module: nn.Module, *, sync: bool = False
 ) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -144,6 +147,7 @@ class Apply:
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         return self._call(params, None, args, kwargs)[0]
 
+    @public
     def to_module(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> nn.Module:
         """The module with these parameters, and buffers if they are given; tied ones are tied again.
 
@@ -173,10 +177,12 @@ class Apply:
             memo[id(constants[name])] = _fetched(value)
         return torch_compiled.compile_parts(copied(self.skeleton, memo), self._compiled)
 
+    @public
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The `state_dict` of the module with these parameters, tied names included."""
         return dict(self.to_module(params, buffers).state_dict())
 
+    @public
     def params(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters for this function from a module's plain `state_dict()`: copies, tied ones once.
 

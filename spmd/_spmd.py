@@ -11,8 +11,8 @@ from . import _dropped, _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
 from .checkpoint.fingerprint import begin_step
 from .kernels import torch_compiled
-from .kernels.argument_names import names_checked
 from .kernels.arguments import check_function
+from .kernels.callsite import public
 from .kernels.errors import MeshError, SpecError
 from .mesh import trees
 from .mesh.calling import HasRefs, call
@@ -30,7 +30,7 @@ from .transforms import Transformable, in_gradient, parallel_step
 CHECKS = ("first", "always", "never")
 
 
-@names_checked
+@public
 def spmd(
     f: Callable | None = None,
     *,

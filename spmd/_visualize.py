@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from .data.loader import Loader
+from .kernels.callsite import public
 from .kernels.errors import SpecError
 from .mesh import trees
 from .mesh.array import Array
@@ -15,6 +16,7 @@ from .mesh.mesh import Mesh, nearest
 from .transforms import Sampler
 
 
+@public
 def visualize(value: Any, *, mesh: Mesh | None = None, epoch: int = 0) -> None:
     """Draw where a value is: in colours in a notebook, else in characters on standard output.
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import check_function, is_number
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError, SpmdError, add_note
 from ..mesh.batch import BatchArgument
 from ..mesh.failure import text_of
@@ -29,7 +28,7 @@ from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
 
-@names_checked
+@public
 def data_parallel(
     f: Callable | None = None,
     *,
@@ -126,7 +125,7 @@ class DataParallel(Transformable):
         wire = self._plan.wire_dtype
         return {"shards": self.batch.shards, "wire dtype": None if wire is None else str(wire)}
 
-    @shows_only_users
+    @public
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")

@@ -17,9 +17,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..kernels import torch_compiled
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import check_function, is_whole
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import in_torch_func
 from ..mesh import trees
@@ -38,7 +37,7 @@ from .exact.gradient import Exact, applies
 from .first_call import left_out
 
 
-@names_checked
+@public
 def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None) -> Callable:
     """The gradient of `f`'s mean over the mesh, as a function of the same arguments.
 
@@ -79,10 +78,10 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         _, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return (found, aux) if has_aux else found
 
-    return shows_only_users(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return public(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
 
 
-@names_checked
+@public
 def value_and_grad(
     f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False, axes: Any = None
 ) -> Callable:
@@ -105,7 +104,7 @@ def value_and_grad(
         value, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
         return ((value, aux), found) if has_aux else (value, found)
 
-    return shows_only_users(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return public(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
 
 
 class Transformable(abc.ABC):

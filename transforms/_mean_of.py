@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..kernels.callsite import warn
+from ..kernels.callsite import public, warn
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import Node, is_fake, saved
 
@@ -31,6 +31,7 @@ class MeanOf:
     __float__ = _computed_with
 
 
+@public
 def mean_of(total: Tensor, count: Tensor | float) -> MeanOf:
     """A loss for `grad` and `value_and_grad` that is a total divided by a count, both summed over the mesh first.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.argument_names import names_checked
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh.replication.net import Varying, active
 from ._named_axes import Axis, axis_size, check_dim, each_leaf, group, known
@@ -24,7 +24,7 @@ from ._tokens import run
 from .compiled.tracing import each, traceable
 
 
-@names_checked
+@public
 def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     """The tensors of all ranks along `axis`, on each of them.
 
@@ -61,7 +61,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     return each_leaf("all_gather", one, x)
 
 
-@names_checked
+@public
 def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     """Sum over the ranks along `axis`; each rank keeps one part of the sum.
 
@@ -123,7 +123,7 @@ def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor
     return leaf.movedim(dim, 0)
 
 
-@names_checked
+@public
 def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bool = False) -> Any:
     """Send part i of `split_dim` to rank i of the axis, and join the received parts along `concat_dim`.
 
@@ -167,7 +167,7 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
     return each_leaf("all_to_all", one, x)
 
 
-@names_checked
+@public
 def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """Send from source to destination, for pairs of indices on `axis`; a rank that nothing is sent to gets zeros.
 
@@ -204,7 +204,7 @@ def _pairs(perm: Sequence[tuple[int, int]], size: int) -> tuple[tuple[int, int],
     return pairs
 
 
-@names_checked
+@public
 def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
     """The value of the rank with index `source` on `axis`, on every rank of the axis.
 

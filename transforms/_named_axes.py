@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import check_tensor, is_whole
 from ..kernels.call import labelled
+from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import outside_torch_func
@@ -28,7 +28,7 @@ from .exact.tracked import Tracked
 Axis = str | tuple[str, ...]
 
 
-@names_checked
+@public
 def axis_index(axis: Axis) -> int:
     """This rank's index along `axis` (over a tuple: first name major).
 
@@ -47,7 +47,7 @@ def axis_index(axis: Axis) -> int:
     return varying_number(session.layout.part(session.rank, axes), axes)
 
 
-@names_checked
+@public
 def axis_size(axis: Axis) -> int:
     """The number of ranks along `axis`.
 
@@ -66,7 +66,7 @@ def axis_size(axis: Axis) -> int:
     return session.layout.parts(axes)
 
 
-@names_checked
+@public
 def barrier(axis: Axis | None = None) -> None:
     """Wait until every rank along `axis` (None: of the mesh) is here.
 

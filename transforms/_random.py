@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.callsite import public
 from ..kernels.word_key import word_key
 from ..mesh.region import require
 
 
+@public
 def random_key(*data: Any) -> int:
     """A seed for a generator of your own: another one on each rank and in each step, the same if a step runs again.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.argument_names import names_checked
+from ..kernels.callsite import public
 from ..mesh.region import require
 from ._named_axes import Axis, each_leaf, group, known
 from ._operations import Extreme, Sum
@@ -21,7 +21,7 @@ from .compiled.tracing import each, traceable
 from .first_call.means import warn_of_means
 
 
-@names_checked
+@public
 def psum(x: Any, axis: Axis) -> Any:
     """Sum over the ranks along `axis`.
 
@@ -48,7 +48,7 @@ def psum(x: Any, axis: Axis) -> Any:
     return each_leaf("psum", one, x)
 
 
-@names_checked
+@public
 def pmean(x: Any, axis: Axis) -> Any:
     """Mean over the ranks along `axis`; of integers and booleans it is a float.
 
@@ -83,7 +83,7 @@ def pmean(x: Any, axis: Axis) -> Any:
     return each_leaf("pmean", one, x)
 
 
-@names_checked
+@public
 def pmax(x: Any, axis: Axis) -> Any:
     """Elementwise maximum over the ranks along `axis`.
 
@@ -92,7 +92,7 @@ def pmax(x: Any, axis: Axis) -> Any:
     return _extreme("pmax", "max", x, axis)
 
 
-@names_checked
+@public
 def pmin(x: Any, axis: Axis) -> Any:
     """Elementwise minimum over the ranks along `axis`.
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import checked_flag, integer
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError, no_attribute
 from ..mesh.display import drawing
 from ..mesh.mesh import nearest
@@ -29,7 +29,7 @@ _STEPS_DRAWN = 5
 _AT_ONCE, _MOST_STEPS = 16384, 256  # how many ids a rank computes together, and of how many steps at most
 
 
-@names_checked
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampler:
     """Deals out the ids 0..length-1 of a data set in minibatches: shuffled, stateless, nothing padded or repeated.
@@ -91,6 +91,7 @@ class Sampler:
         steps, rest = divmod(self.length, self.batch_size)
         return steps + (rest > 0 and not self.drop_last)
 
+    @public
     def batch(self, epoch: int, step: int) -> torch.Tensor:
         """The ids of one minibatch, over all ranks.
 
@@ -110,6 +111,7 @@ class Sampler:
         epoch, first, count = self._span("batch", epoch, step)
         return self._ids(epoch, np.arange(first, first + count, dtype=np.uint64))
 
+    @public
     def shard(self, epoch: int, step: int, rank: int, size: int, shards: int | None = None) -> torch.Tensor:
         """The part of `batch(epoch, step)` that belongs to one rank: `batch[rank::size]`.
 

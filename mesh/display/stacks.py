@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...kernels.callsite import public
 from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
 
@@ -113,6 +114,7 @@ def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
     return board, getattr(board, "members", range(mesh.size))
 
 
+@public
 def stacks(self: Any) -> str:
     """Where every rank is just now, even one that is stuck in C; on a launched rank, those of its host.
 

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ...kernels.callsite import public
 from ...kernels.errors import SpmdError
 from ...kernels.processes import status_of
 from ...kernels.shm.board import Board
@@ -144,6 +145,7 @@ class LiveStatus(Status):
         threading.Thread(target=run, args=(_follow, self.mesh, handle, ended), name="spmd-status", daemon=True).start()
 
 
+@public
 def status(self: Any) -> Status:
     """What every rank is doing just now, as a table, live in a notebook; on a launched rank, those of its host.
 

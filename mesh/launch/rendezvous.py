@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...kernels.arguments import is_whole
+from ...kernels.callsite import public
 from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
@@ -33,6 +34,7 @@ _met: tuple[dist.Store, bytes] | None = None  # the store, and the key of the jo
 _interface: str | None = None
 
 
+@public
 def initialize(
     rank: int,
     size: int,

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.callsite import public
 from ...kernels.errors import MeshError
 from ..array import Array
 from .protocol import Name, NodeId
@@ -66,6 +67,7 @@ class Remote:
             )
         super().__setattr__(name, value)
 
+    @public
     def __call__(self, *args: Any, **kwargs: Any) -> Ref:
         if "__call__" not in self._methods:
             raise TypeError(f"{self._label} objects are not callable; call one of their methods")
@@ -93,6 +95,7 @@ class Method:
     def __init__(self, handle: Remote, name: str):
         self._handle, self._named = handle, name
 
+    @public
     def __call__(self, *args: Any, **kwargs: Any) -> Ref:
         return self._handle._caller.invoke(self._handle, self._named, args, kwargs)
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ...kernels.arguments import checked_rank, is_whole
-from ...kernels.callsite import shows_only_users
+from ...kernels.callsite import public
 from ...kernels.errors import MeshError, PeerLost
 from ...kernels.limits import named_limits
 from .. import protocol
@@ -36,7 +36,7 @@ logger = logging.getLogger("spmd")
 _CLOSED_SECONDS = 0.1  # how long it may take to see that the mesh was closed meanwhile
 
 
-@shows_only_users
+@public
 def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
     """Give the mesh another size, between two calls: values are cut again, and `Loader`s go on at their sample.
 
@@ -93,7 +93,7 @@ def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collectio
     resizing.finish()
 
 
-@shows_only_users
+@public
 def retire(self: MeshView, rank: int) -> None:
     """Have a rank leave the mesh, which goes on with one less along its batch axis; ranks are renumbered.
 

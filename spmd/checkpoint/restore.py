@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.arguments import checked_path
-from ..kernels.callsite import warn
+from ..kernels.callsite import public, warn
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, resolve
@@ -30,6 +30,7 @@ TRIES = 5
 PAUSE_SECONDS = 0.2
 
 
+@public
 def restore(path: str | os.PathLike, *, like: Any = None, mesh: Mesh | None = None) -> Any:
     """Read the last checkpoint that `save` wrote to a directory, or the one whose folder is given.
 

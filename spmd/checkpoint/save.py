@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.arguments import checked_path, is_whole
+from ..kernels.callsite import public
 from ..kernels.errors import MeshError, SpecError, SpmdError
 from ..mesh import trees
 from ..mesh.array import Array
@@ -32,6 +33,7 @@ from .schema import LARGEST
 from .write import Writing
 
 
+@public
 def save(
     path: str | os.PathLike,
     tree: Any,

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 
 from ..kernels.arguments import check_function
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.put import fetch, number_or_tensor
 from .loader import Loader
 
 
+@public
 def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
     """Add up what a step returns for every batch of an epoch.
 

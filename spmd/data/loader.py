@@ -12,9 +12,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..kernels.argument_names import names_checked
 from ..kernels.arguments import check_function, is_number, is_whole
-from ..kernels.callsite import hide_our_frames, warn
+from ..kernels.callsite import hide_our_frames, public, warn
 from ..kernels.errors import MeshError, PeerLost, SpecError, no_attribute
 from ..mesh import trees
 from ..mesh.array import Array
@@ -35,7 +34,7 @@ _LEFT, _PEEKS = 3, 10  # of so many loops left early there is a warning; of `nex
 _REFILL = 4  # brief batches are asked for in one message, when a quarter of what may be read ahead is left
 
 
-@names_checked
+@public
 class Loader:
     """Iterate over one epoch of minibatches, as Arrays that are already on the ranks.
 
@@ -148,6 +147,7 @@ class Loader:
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
         return state if self._position is None else {**state, "streams": json.dumps(self._position)}
 
+    @public
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position that `state_dict` gave.
 

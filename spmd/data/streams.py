@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..kernels.arguments import is_number
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import cursors, sources
 from .cursors import Position, State
@@ -64,6 +65,7 @@ class _Stage:
         return f"mix[{inner}]{shown}" if self.kind == "mix" else f"{inner}.{self.kind}{shown}"
 
 
+@public
 class Stream:
     """Samples that are read forwards, from shards that are opened one after another.
 
@@ -111,14 +113,17 @@ class Stream:
     def _then(self, kind: str, *arguments: Any) -> Stream:
         return Stream._of(_Stage(kind, arguments, (self._stage,)))
 
+    @public
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Apply a function to each sample; its random numbers depend on seed, epoch, stream and sample alone."""
         return self._then("map", _callable("map", function))
 
+    @public
     def filter(self, predicate: Callable[[Any], Any]) -> Stream:
         """Keep the samples for which a predicate holds; its random numbers are like those in `map`."""
         return self._then("filter", _callable("filter", predicate))
 
+    @public
     def shuffle(self, window: int) -> Stream:
         """Shuffle within windows of this many samples; a window's order is computed from its number.
 
@@ -127,6 +132,7 @@ class Stream:
         """
         return self._then("shuffle", _positive("shuffle", "window", window))
 
+    @public
     def pack(self, length: int, *, pad: Any = None) -> Stream:
         """Sequences laid end to end and cut to one length: tensors of shape [length].
 
@@ -137,6 +143,7 @@ class Stream:
         return self._then("pack", _positive("pack", "length", length), pad)
 
     @staticmethod
+    @public
     def mix(streams: Sequence[Stream], weights: Sequence[float] | None = None) -> Stream:
         """Several streams as one, each sample from one of them, drawn by weight.
 
@@ -158,11 +165,13 @@ class Stream:
         return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
 
     @staticmethod
+    @public
     def jsonl(paths: Iterable[Any]) -> Stream:
         """The values of files of JSON lines; a position is a place in a file."""
         return Stream(_paths(paths), sources.JsonLines)
 
     @staticmethod
+    @public
     def parquet(paths: Iterable[Any], columns: Sequence[str] | None = None) -> Stream:
         """The rows of Parquet files, or Arrow files (`.arrow`, `.feather`), as dicts; needs pyarrow.
 
@@ -174,11 +183,13 @@ class Stream:
         return Stream(_paths(paths), sources.Table(None if columns is None else tuple(columns)))
 
     @staticmethod
+    @public
     def tar(paths: Iterable[Any]) -> Stream:
         """The samples of tar files as WebDataset writes them: a dict of bytes by extension, and "__key__"."""
         return Stream(_paths(paths), sources.Tar)
 
     @staticmethod
+    @public
     def records(paths: Iterable[Any], nbytes: int) -> Stream:
         """The records of files in which all have the same size, as bytes."""
         return Stream(_paths(paths), sources.Records(_positive("records", "nbytes", nbytes)))

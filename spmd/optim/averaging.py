@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._spmd import spmd
 from ..kernels.arguments import is_number
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
@@ -22,6 +23,7 @@ from .leaves import layout_of, localized
 from .optimizer import Optimizer
 
 
+@public
 def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
     """Wrap an optimizer so that its state has an exponential moving average of the parameters, under "ema".
 
@@ -53,9 +55,11 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
     if not is_number(decay) or not 0 <= decay <= 1:
         raise SpecError("ema got an unexpected argument 'decay'", got=repr(decay), expected="a number, 0 to 1")
 
+    @public
     def init(params: Any) -> dict[str, Any]:
         return {**opt.init(params), "ema": _copies(params)}
 
+    @public
     @torch.no_grad()
     def step(params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not isinstance(opt_state, Mapping) or "ema" not in opt_state:

@@ -18,7 +18,7 @@ import torch
 from .._spmd import spmd
 from ..kernels import torch_compiled
 from ..kernels.call import labelled
-from ..kernels.callsite import shows_only_users
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError, SpmdError, no_attribute
 from ..mesh import donation, trees
 from ..mesh.array import Array
@@ -57,6 +57,7 @@ _INSTEAD = {  # of what torch's optimizers have
 }
 
 
+@public
 def optimizer(
     cls: type[torch.optim.Optimizer],
     *,
@@ -168,7 +169,7 @@ class Recipe:
     kinds: Kinds = dataclasses.field(default_factory=Kinds)
 
 
-@shows_only_users
+@public
 def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     grouping.check_params(params, [*_arguments(recipe.engines[0].cls.__init__)])
     leaves, treedef = trees.flatten(params)
@@ -194,7 +195,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
     )
 
 
-@shows_only_users
+@public
 def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A compiler would trace writes to memory that it knows nothing of.
     return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh.array import Array, meta
 from ..mesh.mesh import Mesh, resolve
@@ -22,6 +23,7 @@ from ..mesh.spec import RAGGED, Layout, P, Sharded
 from .device_mesh import of_mesh
 
 
+@public
 def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
     """The same value as a value of this library, without a copy; `Partial` placements are reduced first.
 
@@ -91,6 +93,7 @@ def _on_another_mesh(got: str, expected: str) -> SpecError:
     return SpecError("from_dtensor got a tensor on another mesh", got=got, expected=expected, remedy=remedy)
 
 
+@public
 def to_dtensor(array: Array) -> DTensor:
     """What `Array.to_dtensor` gives."""
     mesh, spec, shape = array.mesh, array.spec, tuple(array.shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,30 @@ from spmd import (
     Loader,
     Mesh,
     P,
+    Sampler,
+    Sharded,
     SpecError,
+    Stream,
     check,
     data_parallel,
+    ema,
+    evaluate,
     fetch,
+    from_dtensor,
     functional,
+    functional_with_buffers,
+    initialize,
+    mean_of,
     optimizer,
+    psum,
     put,
+    random_key,
+    register_backend,
+    restore,
+    save,
     spmd,
     value_and_grad,
+    visualize,
 )
 
 OURS = [Path(package.__path__[0]) for package in (library, library.kernels, library.mesh, library.transforms)]
@@ -84,6 +101,37 @@ PROGRAMS = {
     "an optimizer's step": lambda mesh: OPT.step(PARAMS, {}, OPT.init(PARAMS)),
     "a mesh": lambda mesh: Mesh({"data": -3}),
     "a mesh that cannot be had": lambda mesh: Mesh({"data": 10**9}),
+    "a collective outside": lambda mesh: psum(X, "data"),
+    "an argument under another name": lambda mesh: psum(X, axis_name="data"),
+    "a call without arguments": lambda mesh: psum(),
+    "a key outside": lambda mesh: random_key(),
+    "a pair": lambda mesh: mean_of("a", 1),
+    "a spec": lambda mesh: P(3),
+    "a declared spec": lambda mesh: Sharded(X, "data"),
+    "an optimizer": lambda mesh: optimizer(3),
+    "an average": lambda mesh: ema(OPT, 2),
+    "a state of no average": lambda mesh: ema(OPT).step(PARAMS, {}, OPT.init(PARAMS)),
+    "a model": lambda mesh: functional(3),
+    "buffers": lambda mesh: functional_with_buffers(None),
+    "a state_dict": lambda mesh: APPLY.params(None),
+    "other weights": lambda mesh: APPLY.to_module({}),
+    "a step to check": lambda mesh: check(None, {"data": 2}),
+    "an evaluation": lambda mesh: evaluate(None, Loader(X, 2, mesh=mesh)),
+    "a checkpoint": lambda mesh: restore(""),
+    "a place for one": lambda mesh: save("", X),
+    "a communicator": lambda mesh: mesh.comm(),
+    "coordinates": lambda mesh: mesh.coords(-1),
+    "a size": lambda mesh: mesh.resize({"data": 0}),
+    "an own part": lambda mesh: put(X, mesh=mesh).local,
+    "a DTensor": lambda mesh: from_dtensor(X),
+    "a position": lambda mesh: Loader(X, 2, mesh=mesh).load_state_dict({}),
+    "a sample": lambda mesh: Sampler(8, 2).batch(0, 9),
+    "a stream": lambda mesh: Stream(3, iter),
+    "a window": lambda mesh: Stream([3], iter).shuffle(0),
+    "paths": lambda mesh: Stream.jsonl(3),
+    "a picture": lambda mesh: visualize(3, mesh=mesh),
+    "a backend": lambda mesh: register_backend("auto", print),
+    "a job": lambda mesh: initialize("0", 2),
 }
 
 
@@ -97,6 +145,36 @@ def test_tracebacks(shared_mesh: Callable[..., Mesh], name: str) -> None:
         assert frames(error)[-1] == __file__
     remote = "" if name == "operators" else str(error.__cause__ or "")  # nothing of the user's runs on the ranks there
     assert not [line for line in remote.splitlines() if 'File "' in line and is_ours(line.split('"')[1])], remote
+
+
+@pytest.mark.parametrize("look", [Mesh.status, Mesh.stacks])
+def test_tracebacks_of_a_closed_mesh(make_mesh: Callable[..., Mesh], look: Callable[[Mesh], Any]) -> None:
+    mesh = make_mesh({"data": 1})
+    mesh.close()
+    with pytest.raises(library.MeshError) as caught:
+        look(mesh)
+    assert set(frames(caught.value)) == {__file__}
+
+
+def test_a_fault_of_the_library_shows_its_frames(
+    shared_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a traceback here, and in that of a rank."""
+    mesh = shared_mesh({"data": 2})
+    monkeypatch.setattr("spmd.mesh.put.check_specs", lambda *_: None)
+    with pytest.raises(AttributeError) as caught:
+        put(X, 3, mesh=mesh)
+    assert is_ours(frames(caught.value)[-1])
+
+    def fault() -> None:
+        module = importlib.import_module("spmd.transforms._reductions")
+        with unittest.mock.patch.object(module, "group", None):
+            psum(X, "data")
+
+    with pytest.raises(TypeError, match="NoneType") as caught:
+        mesh.run(fault, ranks=[0])
+    shown = [line.split('"')[1] for line in str(caught.value.__cause__).splitlines() if 'File "' in line]
+    assert is_ours(shown[-1])
 
 
 def test_all_frames_if_asked(shared_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
