@@ -38,6 +38,11 @@ def whole(x: Any) -> int | None:
         return None
 
 
+def plain_text(text: str) -> str:
+    """A string of Python's own class, of one of another: that of a program's enum can't be read where ranks begin."""
+    return text if type(text) is str else str.__str__(text)
+
+
 def integer(caller: str, name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """`value` as a Python integer, checked; `low` and `high` are the first and last allowed."""
     number = whole(value)
@@ -96,7 +101,7 @@ def checked_rank(rank: Any, size: int) -> int:
 
 def checked_ranks(ranks: Any, size: int) -> list[int]:
     """A list of ranks, each as by `checked_rank`; refuses what isn't a list, and ranks that are named twice."""
-    if not isinstance(ranks, Iterable) or isinstance(ranks, str):
+    if not isinstance(ranks, Iterable) or isinstance(ranks, str) or getattr(ranks, "ndim", 1) == 0:
         remedy = f"write ranks=[{ranks!r}]"
         raise MeshError("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy)
     ranks = list(ranks)

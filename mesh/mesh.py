@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from ..kernels.arguments import is_whole
+from ..kernels.arguments import is_whole, plain_text
 from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError
@@ -92,6 +92,7 @@ class Mesh:
         if current() is not None:
             raise MeshError("a Mesh cannot be made inside a region", remedy="make it outside and use it here")
         seed, timeout, grace = check_arguments(backend, device, threads, seed, timeout, on_loss, grace)
+        backend, device, threads = plain_text(backend), plain_text(device), None if threads is None else int(threads)
         launch = launch_of_process() if _here is None else None
         default_size = functools.partial(devices.default_size, device, backend)
         host_list = hosts_of(hosts, copies, launch, backend, device)

@@ -9,12 +9,13 @@ import logging
 import os
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..kernels import torch_compiled
-from ..kernels.arguments import check_function, checked_rank, checked_ranks
+from ..kernels.arguments import check_function, checked_rank, checked_ranks, plain_text
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, PeerLost
 from . import protocol, wire
@@ -64,7 +65,11 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
         MeshError: called on a rank. Whatever a module raises while it is loaded.
     """
     self.check_driver("reload", "importlib.reload is for launched programs, whose ranks run the whole script")
-    driver, names = self.driver, [one if isinstance(one, str) else one.__name__ for one in modules]
+    for one in modules:
+        if not isinstance(one, str | types.ModuleType):
+            problem, expected = "mesh.reload reloads modules", "modules, or their names"
+            raise MeshError(problem, got=repr(one), expected=expected, remedy="pass the module that has it")
+    driver, names = self.driver, [plain_text(one if isinstance(one, str) else one.__name__) for one in modules]
     driver.ready()
     done = driver.shipped.modules.reload(names)
     return list(dict.fromkeys([*done, *driver.shipped.reload_there((*names, *done))]))

@@ -15,6 +15,7 @@ from typing import Any
 import optree
 import torch
 
+from ..kernels.arguments import plain_text
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import strides
@@ -49,22 +50,23 @@ class P:
         for entry in entries:
             if isinstance(entry, list | tuple) and all(isinstance(name, str) for name in entry):
                 # ("data",) means "data", and () means None; keeping one form makes equal specs compare equal.
-                normal.append(None if not entry else entry[0] if len(entry) == 1 else tuple(entry))
+                names = tuple(map(plain_text, entry))
+                normal.append(None if not names else names[0] if len(names) == 1 else names)
             elif entry is None or isinstance(entry, str):
-                normal.append(entry)
+                normal.append(None if entry is None else plain_text(entry))
             else:
                 expected, remedy = "None, an axis name or a tuple of axis names", 'write for instance P("data", None)'
                 raise SpecError("P got an unexpected entry", expected=expected, got=repr(entry), remedy=remedy)
         while normal and normal[-1] is None:
             normal.pop()
         object.__setattr__(self, "entries", tuple(normal))
-        names = [name for dim in range(len(normal)) for name in self.dim_axes(dim)]
-        for name in names:
-            if names.count(name) > 1:
+        axes = [name for dim in range(len(normal)) for name in self.dim_axes(dim)]
+        for name in axes:
+            if axes.count(name) > 1:
                 raise SpecError(
                     f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only"
                 )
-        object.__setattr__(self, "axes", frozenset(names))
+        object.__setattr__(self, "axes", frozenset(axes))
         object.__setattr__(self, "_hash", hash(self.entries))
 
     def __hash__(self) -> int:

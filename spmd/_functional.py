@@ -22,6 +22,7 @@ from ._functional_checks import (
     Origin,
     check_module,
     check_names,
+    no_tensor,
     warn_of_dropped,
     warn_of_frozen,
     warn_of_kept,
@@ -121,7 +122,7 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
-        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else _no_module
+        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
         self._idle: list[_Runner] = []
         self._was_looked_at = False
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
@@ -144,6 +145,7 @@ class Apply:
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"
 
+    @public
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         return self._call(params, None, args, kwargs)[0]
 
@@ -244,6 +246,7 @@ class Apply:
 class ApplyWithBuffers(Apply):
     """The function that `functional_with_buffers` returns."""
 
+    @public
     def __call__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -278,8 +281,11 @@ class _Runner:
             if type(given) is not dict or given.keys() != expected.keys():
                 check_names(argument, given, expected)
         for name, slots in self.params.items():
+            value = params[name]
+            if value is None:  # some modules would compute as if they had no such parameter
+                raise no_tensor(value)
             for table, key in slots:
-                table[key] = params[name]
+                table[key] = value
         for name, slots in self.buffers.items():
             buffer = lent[name].clone()
             for table, key in slots:
@@ -327,12 +333,10 @@ def _load_parametrized(
     return apply(skeleton, compiled, evaluates)
 
 
-def _no_module() -> None:
-    """What a function in another process was made from."""
-
-
 def _fetched(value: Any) -> Tensor:
     value = value.full() if isinstance(value, Array) else value
+    if not isinstance(value, Tensor):
+        raise no_tensor(value)
     return value.detach().clone()
 
 

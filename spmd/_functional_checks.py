@@ -86,6 +86,12 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
     )
 
 
+def no_tensor(value: Any) -> SpecError:
+    """The error for a parameter or a buffer that is no tensor."""
+    problem, remedy = "apply got a parameter or a buffer that is no tensor", "pass what functional returned"
+    return SpecError(problem, got=repr(value)[:60], expected="a tensor or an Array", remedy=remedy)
+
+
 class Lent(DispatchMode):
     """Refuses a module that computes with other parameters than those that it is lent, during a call.
 

@@ -84,16 +84,17 @@ class Spmd(Transformable):
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
         self._name = _name_of(f)
         self._signature = _signature_of(f)
-        self._donate: tuple[Any, ...] = (donate,) if isinstance(donate, str | int) else tuple(donate or ())
+        several = isinstance(donate, list | tuple | set | frozenset)
+        self._donate: tuple[Any, ...] = () if donate is None else tuple(donate) if several else (donate,)
         self._check = check
         for name in self._donate:
-            if name not in self._signature.parameters:
+            if not isinstance(name, str) or name not in self._signature.parameters:
                 raise SpecError(
                     f"spmd got a bad donate for {self._name}",
                     got=repr(name),
                     expected=f"one of ({', '.join(self._signature.parameters)})",
                 )
-        if check not in CHECKS:
+        if not isinstance(check, str) or check not in CHECKS:
             raise SpecError("spmd got a bad check", got=repr(check), expected=f"one of {CHECKS}")
         for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             check_specs(specs, f"spmd got bad {what} for {self._name}", "P(...) or None as leaves")

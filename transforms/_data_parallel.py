@@ -95,7 +95,7 @@ def data_parallel(
             got=repr(wire_dtype),
             expected="a floating-point torch.dtype, such as torch.bfloat16, or None",
         )
-    position = _position(inspect.signature(f), batch, getattr(f, "__name__", "the step"))
+    position = _position(f, batch, getattr(f, "__name__", "the step"))
     plan, count = Plan(bucket_mb=bucket_mb, wire_dtype=wire_dtype), check_count(shards)
     for name in reversed(names):
         f = DataParallel(f, BatchArgument(batch, position, name, count), plan)
@@ -223,10 +223,15 @@ def parallel_step(f: Any) -> DataParallel | None:
     return f
 
 
-def _position(signature: inspect.Signature, batch: str, name: str) -> int | None:
-    """The position of the batch among the arguments; None if it is keyword-only."""
+def _position(f: Callable, batch: str, name: str) -> int | None:
+    """The position of the batch among a function's arguments; None if it is keyword-only."""
+    try:
+        signature = inspect.signature(f)
+    except ValueError:  # of some functions written in C
+        remedy = "give data_parallel a function made by def, which calls it"
+        raise SpecError(f"{name} has arguments whose names Python does not know", got=repr(f), remedy=remedy) from None
     for index, parameter in enumerate(signature.parameters.values()):
-        if parameter.name == batch:
+        if isinstance(batch, str) and parameter.name == batch:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 break
             return None if parameter.kind is parameter.KEYWORD_ONLY else index

@@ -70,6 +70,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
             argument, or communicates over the axis that the batch is split over.
     """
     check_function("grad", f, "grad(loss_fn)(params, batch)")
+    _check_axes("grad", axes)
     if isinstance(f, Transformable):
         transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, False, has_aux)
@@ -96,6 +97,7 @@ def value_and_grad(
         A function that returns (value, gradient), or ((value, aux), gradient).
     """
     check_function("value_and_grad", f, "value_and_grad(loss_fn)(params, batch)")
+    _check_axes("value_and_grad", axes)
     if isinstance(f, Transformable):
         transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, True, has_aux)
@@ -105,6 +107,13 @@ def value_and_grad(
         return ((value, aux), found) if has_aux else (value, found)
 
     return public(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+
+
+def _check_axes(what: str, axes: Any) -> None:
+    names = () if axes is None or isinstance(axes, str) else axes
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        expected = "None, the name of a mesh axis, or a tuple of them"
+        raise SpecError(f"{what} got bad axes", got=repr(axes), expected=expected)
 
 
 class Transformable(abc.ABC):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.arguments import is_number, is_whole
+from ...kernels.arguments import is_number, is_whole, plain_text
 from ...kernels.errors import MeshError
 from ...kernels.processes import cores
 from ...kernels.registry import backends
@@ -21,13 +21,13 @@ def check_arguments(
     backend: str, device: str, threads: int | None, seed: int, timeout: float, on_loss: str, grace: float
 ) -> tuple[int, float, float]:
     """Refuse arguments that no mesh can have; returns seed, timeout and grace as Python's own numbers."""
-    if backend != "auto" and backend not in backends():
+    if not isinstance(backend, str) or (backend != "auto" and backend not in backends()):
         raise MeshError(
             "Mesh got an unknown backend", got=repr(backend), expected=f'"auto" or one of {sorted(backends())}'
         )
     if backend == "shm" and arena.supported():
         raise MeshError("backend 'shm' can't be used here", got=arena.supported(), remedy="use 'gloo'")
-    if device not in ("auto", "cpu", "cuda"):
+    if not isinstance(device, str) or device not in ("auto", "cpu", "cuda"):
         raise MeshError(
             "Mesh got an unknown device", got=repr(device), expected='"auto", "cpu" or "cuda"; ranks get one each'
         )
@@ -44,7 +44,7 @@ def check_arguments(
         raise MeshError("Mesh got a bad seed", got=repr(seed), expected="a whole number")
     if not is_number(timeout) or not timeout > 0:
         raise MeshError("Mesh got a bad timeout", got=repr(timeout), expected="seconds, more than 0")
-    if on_loss not in ("rerun", "raise"):
+    if not isinstance(on_loss, str) or on_loss not in ("rerun", "raise"):
         raise MeshError("Mesh got an unknown on_loss", got=repr(on_loss), expected='"rerun" or "raise"')
     if not is_number(grace) or not grace > 0:
         raise MeshError("Mesh got a bad grace", got=repr(grace), expected="seconds, more than 0, or math.inf")
@@ -117,7 +117,7 @@ def layout_of(
         gpus: takes the product of the known sizes, and gives how many GPUs a driver's ranks can have; None for CPUs.
     """
     _check_axes(axes)
-    axes = {name: int(size) for name, size in axes.items()}  # NumPy's numbers become Python's own
+    axes = {plain_text(name): int(size) for name, size in axes.items()}  # Python's own, also of NumPy's and of enums
     free = [name for name, size in axes.items() if size == -1]
     known = math.prod(size for size in axes.values() if size != -1)
     if launch is not None:

@@ -95,7 +95,7 @@ class RankSession(Owned):
             raise SpecError(f'{what} got a bad "axis"', got=repr(axis), expected=expected)
         axes = self.layout.names if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
         for name in axes:
-            if name not in self.layout.axes:
+            if not isinstance(name, str) or name not in self.layout.axes:
                 raise SpecError(
                     f'{what} got an unknown "axis"',
                     got=repr(name),

@@ -78,10 +78,17 @@ class Shards:
 
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
+        records = self._open(shard) if at is None else self._open(shard, at)
+        try:
+            self._records = iter(records)
+        except TypeError:
+            raise SpecError(
+                "a Stream's open(shard) returned nothing to iterate over",
+                got=f"a {type(records).__name__} for {shard!r}",
+                remedy="yield the records in it, or return an iterator over them",
+            ) from None
         if at is not None:
-            self._records = iter(self._open(shard, at))
             return
-        self._records = iter(self._open(shard))
         for _ in range(skip):
             next(self._records)
 

@@ -167,7 +167,7 @@ class Loader:
             epoch, step = operator.index(state["epoch"]), operator.index(state["step"])
             if step > 0 and "settings" in state:
                 step = step_here(step, state["settings"], self.settings, epoch)
-        except (KeyError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError):
             expected, remedy = '{"epoch": ..., "step": ...}', "pass what a Loader's state_dict() returned"
             raise SpecError("Loader got a bad state", got=repr(state)[:60], expected=expected, remedy=remedy) from None
         return self._batches.checked(epoch, step, state.get("streams"))

@@ -153,15 +153,18 @@ class Stream:
             streams: at least one.
             weights: positive, of any sum; None is equal ones.
         """
-        weights = [1.0] * len(streams) if weights is None else list(weights)
-        fit = len(weights) == len(streams) > 0 and all(is_number(weight) and weight > 0 for weight in weights)
+        try:
+            weights = [1.0] * len(streams) if weights is None else list(weights)
+            fit = len(weights) == len(streams) > 0 and all(is_number(weight) and weight > 0 for weight in weights)
+        except TypeError:  # no sequences
+            fit = False
         if not fit or not all(isinstance(stream, Stream) for stream in streams):
             raise SpecError(
                 "mix got streams and weights that don't fit",
                 got=f"{streams}, weights {weights}",
                 expected="as many positive weights as streams, at least one",
             )
-        weights = [float(weight) for weight in weights]
+        weights = [float(weight) for weight in weights or ()]
         return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
 
     @staticmethod

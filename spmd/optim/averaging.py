@@ -67,7 +67,13 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
             raise SpecError("opt_state has no 'ema'", expected=expected, remedy=remedy)
         params, new_state = opt.step(params, grads, opt_state)
         before = trees.map(lambda node: node.local if is_sharded(node) else node, opt_state["ema"], is_leaf=is_sharded)
-        average = trees.map(lambda old, new: _averaged(old, new, decay), before, params)
+        try:
+            average = trees.map(lambda old, new: _averaged(old, new, decay), before, params)
+        except ValueError as error:  # of trees
+            remedy = "pass what init or step returned with these parameters"
+            raise SpecError(
+                "opt_state['ema'] is no tree like the parameters", got=str(error)[:80], remedy=remedy
+            ) from None
         return params, {**new_state, "ema": average}
 
     return Optimizer(init, step)

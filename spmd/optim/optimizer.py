@@ -261,7 +261,7 @@ def _read(recipe: Recipe, opt_state: Mapping[str, Any]) -> tuple[Any, list[dict[
         state, hyper = opt_state["state"], opt_state["hyper"]
         own = opt_state["groups"] if recipe.groups else []
         count = None if recipe.schedule is None else opt_state["count"]
-        fits = len(own) == len(recipe.groups)
+        fits = len(own) == len(recipe.groups) and all(isinstance(each, Mapping) for each in (state, hyper, *own))
         if len(opt_state) > 2:  # more than what every state has
             _refuse_unread(opt_state, hyper)
     except (TypeError, KeyError, IndexError):

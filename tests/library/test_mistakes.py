@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 import threading
@@ -38,8 +39,19 @@ X = torch.arange(4.0)
 ADAMW = optimizer(torch.optim.AdamW, lr=0.1)
 
 
+APPLY, PARAMS = functional(nn.Linear(4, 1))
+
+
+class Axis(str, enum.Enum):
+    DATA = "data"
+
+
 async def waits(x: Any) -> Any:
     return x
+
+
+def steps(batch: Any) -> Any:
+    return batch
 
 
 def yields(x: Any) -> Any:
@@ -101,6 +113,14 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "timeout": (lambda m: Mesh({"data": 2}, timeout="5"), "Mesh got a bad timeout .*'5'"),
     "threads": (lambda m: Mesh({"data": 2}, threads=1.5), "Mesh got a bad threads .*1.5"),
     "grace": (lambda m: Mesh({"data": 2}, grace="x"), "Mesh got a bad grace .*'x'"),
+    "backend": (lambda m: Mesh({"data": 2}, backend=["shm"]), r"Mesh got an unknown backend .*\['shm'\]"),
+    "donate": (lambda m: spmd.spmd(torch.sum, donate=1.5), "spmd got a bad donate for sum .*1.5"),
+    "names in a list": (lambda m: spmd.spmd(torch.sum, donate=[["x"]]), r"spmd got a bad donate for sum .*\['x'\]"),
+    "axes of a gradient": (lambda m: value_and_grad(torch.sum, axes=1), "value_and_grad got bad axes .*tuple.*got 1"),
+    "axes in a list": (lambda m: m.run(lambda: axis_index([["data"]])), r'axis_index got an unknown "axis" .*data'),
+    "a step without names": (lambda m: data_parallel(int), "int has arguments whose names Python does not know"),
+    "countless shards": (lambda m: data_parallel(steps, shards=1 << 30), "bad shards .*1 to 1048576.*1073741824"),
+    "no module": (lambda m: m.reload(3), "mesh.reload reloads modules .*got 3"),
     "spec": (lambda m: put(X, "data", mesh=m), r"not all specs .*write P\('data'\)"),
     "specs": (lambda m: put({"x": X}, {"x": 0}, mesh=m), "not all specs .*got 0"),
     "mesh": (lambda m: put(X, mesh="data"), "this is no mesh .*mesh='data'"),
@@ -147,6 +167,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: Loader(X, 2, mesh=m).load_state_dict({"epoch": 0.5, "step": 0}),
         "Loader got a bad state .*0.5",
     ),
+    "loader's state as a number": (lambda m: Loader(X, 2, mesh=m).load_state_dict(X), "Loader got a bad state"),
     "prefetch": (lambda m: Loader(X, 2, mesh=m, prefetch=None), "Loader got a bad prefetch .*None"),
     "workers": (lambda m: Loader(X, 2, mesh=m, workers="1"), "Loader got a bad workers .*'1'"),
     "prefetch_mb": (lambda m: Loader(X, 2, mesh=m, prefetch_mb=math.inf), "Loader got a bad prefetch_mb .*inf"),
@@ -166,6 +187,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         r"another shape for each batch .*\[2\], then \[1\].*sums and counts",
     ),
     "mix": (lambda m: Stream.mix([Stream([0], iter), 3]), "mix got streams and weights that don't fit .*3"),
+    "mix nothing": (lambda m: Stream.mix(None), "mix got streams and weights that don't fit .*None"),
+    "records that are none": (
+        lambda m: [*Loader(Stream([7], lambda shard: None), 2, mesh=m)],
+        r"open\(shard\) returned nothing to iterate over .*got a NoneType for 7\): yield",
+    ),
     "weights": (lambda m: Stream.mix([Stream([0], iter)], ["1"]), "mix got streams and weights .*'1'"),
     "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
@@ -285,6 +311,19 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "endless bucket": (lambda m: data_parallel(torch.add, bucket_mb=math.inf), "bad bucket_mb .*inf"),
     "bucket_mb": (lambda m: data_parallel(torch.add, bucket_mb="1"), "bad bucket_mb .*'1'"),
+    "a state of nothing": (
+        lambda m: ADAMW.step({"w": X}, {"w": X}, {**ADAMW.init({"w": X}), "state": None}),
+        "opt_state has an unexpected form",
+    ),
+    "another average": (
+        lambda m: ema(ADAMW).step({"w": X}, {"w": X}, {**ADAMW.init({"w": X}), "ema": [X]}),
+        r"opt_state\['ema'\] is no tree like the parameters",
+    ),
+    "no parameter": (lambda m: APPLY({**PARAMS, "bias": None}, X), "a parameter or a buffer that is no tensor .*None"),
+    "no weights": (
+        lambda m: APPLY.to_module({**PARAMS, "bias": 3}),
+        "a buffer that is no tensor .*got 3",
+    ),
     "optimizer": (lambda m: ema("adam"), r"ema takes what optimizer\(\) gave .*str"),
     "a state for parameters": (lambda m: ADAMW.init(ADAMW.init({"w": X})), "takes the tree of .*an optimizer's state"),
     "arguments of a step": (
@@ -394,6 +433,7 @@ def test_what_is_no_mistake(mesh: Mesh) -> None:
     assert mesh.coords(np.int64(1)) == {"data": 1}
     scaled = spmd.spmd(lambda x, by: by["y"] * x["x"] * x["y"], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert torch.equal(scaled({"x": X, "y": 2}, {"y": 3}).full(), 6 * X)
+    assert spmd.Sampler(8, 8, shuffle=False).shard(0, 0, 1, 10**30, shards=2).tolist() == [1, 3, 5, 7]
     model = nn.Linear(4, 1)
     assert spmd.spmd(model, mesh=mesh)(X).full().shape == (1,)
     assert ema(optimizer(torch.optim.SGD, lr=1.0)).init({"w": X})["ema"]["w"].equal(X)
@@ -402,3 +442,16 @@ def test_what_is_no_mistake(mesh: Mesh) -> None:
         assert evaluate(spmd.spmd(torch.sum, mesh=small), Loader(X, batch_size=2, mesh=small)) == 6
         small.resize({"data": np.int64(2)})
         assert small.axes == {"data": 2} and small.run(int) == [0, 0]
+
+
+def test_names_of_axes_may_be_members_of_an_enum() -> None:
+    """Whose class is the program's, so that a process that begins, or another one, could not read it."""
+    with Mesh({Axis.DATA: 2}, timeout=60) as made:
+        x = put(X, P(Axis.DATA), mesh=made)
+        assert x.spec == P("data") and type(x.spec[0]) is str and [*map(type, made.axes)] == [str]
+        total = spmd.spmd(lambda x: spmd.psum(x.sum(), Axis.DATA), mesh=made, in_specs=P((Axis.DATA,)))
+        step = spmd.spmd(data_parallel(lambda batch: spmd.pmean(batch.mean(), Axis.DATA), axis=Axis.DATA), mesh=made)
+        assert total(x).item() == 6 and step(X[:3]).item() == 1
+        assert made.run(lambda: made.comm(Axis.DATA).size) == [2, 2]
+        made.resize({Axis.DATA: 1})
+        assert total(x).item() == 6

@@ -28,6 +28,8 @@ from .._plan import following, plan_of
 from .shards import VirtualShards
 from .tracked import Tracked, plain
 
+MOST_SHARDS = 1 << 20  # a step keeps the size of each, also of empty ones
+
 
 def cut(virtual: VirtualShards, leaf: Tracked, name: str, path: str) -> list[Tensor]:
     """A leaf of the batch as this rank's shards (those with samples), each in memory of its own."""
@@ -65,8 +67,9 @@ def check_count(count: Any) -> int | None:
     if count is None:
         return None
     number = whole(count)
-    if number is None or number < 1:
-        raise SpecError("data_parallel got a bad shards", got=repr(count), expected="at least 1, or None")
+    if number is None or not 1 <= number <= MOST_SHARDS:
+        expected = f"1 to {MOST_SHARDS}, or None"
+        raise SpecError("data_parallel got a bad shards", got=repr(count), expected=expected)
     return number
 
 
