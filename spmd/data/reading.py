@@ -192,10 +192,15 @@ class MapReader(PartReader):
             raise
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def _rows_of(leaf: Any, ids: torch.Tensor) -> torch.Tensor:
     """Some rows of a tensor, or of a mapped file, of which only these are read."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.index_select(0, ids.to(leaf.device)) if leaf.is_contiguous() else leaf[ids]
+        # Of tensors of one dimension, index_select takes no unsigned integers but uint8.
+        selects = leaf.is_contiguous() and (leaf.dim() > 1 or leaf.dtype not in _UNSIGNED)
+        return leaf.index_select(0, ids.to(leaf.device)) if selects else leaf[ids]
     rows: torch.Tensor = as_tensor(leaf.view(np.ndarray).take(ids.numpy(), axis=0))
     return rows
 

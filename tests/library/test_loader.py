@@ -58,6 +58,8 @@ def test_trees_of_tensors_and_arrays(shared_mesh, backend):
         "array": y,
         "half": x.bfloat16(),
         "flags": x > 0,
+        "tokens": y.astype(np.uint16),
+        "unsigned": torch.arange(20).to(torch.uint64),
     }
     for name, dataset in datasets.items():
         loader = Loader(dataset, 6, mesh=mesh, seed=1)
