@@ -3,6 +3,7 @@
 import gc as _gc
 import importlib as _importlib
 import os as _os
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 # In a checkout the three sister folders lie beside this one; in an installation they lie inside it.
@@ -115,7 +116,13 @@ else:
 
     def __getattr__(name):
         if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            problem = f"module {__name__!r} has no attribute {name!r}"
+            instead = _importlib.import_module("._names_elsewhere", __name__).INSTEAD.get(name)
+            if instead is None:
+                raise AttributeError(problem)
+            # `from spmd import` would replace an AttributeError by one of its own, which says nothing more.
+            imports = _sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+            raise (ImportError if imports else AttributeError)(f"{problem}: {instead}")
         # Garbage collections during an import find nothing, and take 0.1 s to walk all of torch's objects.
         collects = _gc.isenabled()
         _gc.disable()

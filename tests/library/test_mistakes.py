@@ -385,6 +385,28 @@ def test_an_attribute_of_torchs_says_what_to_write_instead(name: str) -> None:
         read()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pmap", r"it is spmd\(f, mesh=mesh, in_specs=P"),
+        ("NamedSharding", "a mesh and a P"),
+        ("DistributedDataParallel", "docs/from_ddp.md"),
+        ("DataLoader", r"Loader\(dataset, batch_size, mesh=mesh\)"),
+        ("all_reduce", "psum, pmean, pmax and pmin"),
+    ],
+)
+def test_a_name_of_torchs_or_jaxs_says_what_it_is_here(name: str, words: str) -> None:
+    for error, source in ((AttributeError, f"spmd.{name}"), (ImportError, f"from spmd import Mesh, {name}")):
+        with pytest.raises(error, match=f"'spmd' has no attribute '{name}': .*{words}"):
+            exec(source)
+    assert not hasattr(spmd, name) and name not in dir(spmd)
+
+
+def test_a_name_that_nobody_has() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'nothing_of_ours'"):
+        exec("from spmd import nothing_of_ours")
+
+
 def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
     with Mesh({"data": 2}) as other:
         value = put(X, mesh=other)
