@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _SPMD = "it is spmd(f, mesh=mesh, in_specs=P(...), out_specs=P(...))"
 _DDP = (
-    "write @spmd(mesh=mesh) above @data_parallel above a step of value_and_grad and opt.step: docs/from_ddp.md has both, "
+    "write @spmd(mesh=mesh) above @data_parallel above a step with value_and_grad: docs/from_ddp.md has both, "
     "side by side"
 )
 _FSDP = "optimizer state is sharded by itself; parameters are replicated, or cut by P as the step says: docs/limits.md"
