@@ -71,6 +71,7 @@ types: $(VENV)/.made
 	cd "$$work"
 	$(PY) -m mypy --python-executable venv/bin/python --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p spmd
+	$(PY) -m mypy --python-executable venv/bin/python --cache-dir $(CURDIR)/.mypy_cache --strict $(CURDIR)/tests/typed_program.py
 
 # From tests/, so that `import spmd` finds the installed package and no folder of the checkout; hundreds of processes
 # do, so it is compiled first, and the tests themselves stay compiled for the next run. Three workers keep two cores busy,

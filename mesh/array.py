@@ -82,6 +82,19 @@ class Source(Protocol):
     def local(self, index: int) -> torch.Tensor: ...
 
 
+def _operators(*names: str) -> Any:
+    """Python's operators of these names, as methods that run torch's on the ranks."""
+
+    def method(name: str) -> Any:
+        def operator(self: Array, *others: Any) -> Any:
+            return _operated(getattr(torch.Tensor, name), self, *others)
+
+        operator.__name__ = name
+        return public(operator)
+
+    return [method(f"__{name}__") for name in names]
+
+
 class Array:
     """A global value whose shards live on the ranks of a mesh.
 
@@ -249,13 +262,22 @@ class Array:
         _operated(torch.Tensor.requires_grad_, self, wanted)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in (attributes := _operators().ATTRIBUTES):
+        if not name.startswith("_") and name in (attributes := _operating().ATTRIBUTES):
             return attributes[name](self)
         method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else ".full() is the whole value as a tensor"
             raise AttributeError(f"an Array has no attribute {name!r}; {way}")
         return functools.partial(_operated, method, self)
+
+    __add__, __radd__, __sub__, __rsub__, __mul__, __rmul__ = _operators("add", "radd", "sub", "rsub", "mul", "rmul")
+    __truediv__, __rtruediv__, __floordiv__ = _operators("truediv", "rtruediv", "floordiv")
+    __rfloordiv__, __mod__, __rmod__, __pow__, __rpow__ = _operators("rfloordiv", "mod", "rmod", "pow", "rpow")
+    __matmul__, __rmatmul__, __and__, __or__, __xor__ = _operators("matmul", "rmatmul", "and", "or", "xor")
+    __neg__, __pos__, __abs__, __invert__ = _operators("neg", "pos", "abs", "invert")
+    __lshift__, __rlshift__, __rshift__, __rrshift__ = _operators("lshift", "rlshift", "rshift", "rrshift")
+    __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = _operators("eq", "ne", "lt", "le", "gt", "ge")
+    (__contains__,) = _operators("contains")
 
     def __getitem__(self, index: Any) -> Any:
         return _operated(torch.Tensor.__getitem__, self, index)
@@ -309,39 +331,18 @@ def _as_numpy(value: Any) -> Any:
     return np.broadcast_to(np.asarray(value), value.shape) if isinstance(value, Array) else value
 
 
-def _operators() -> Any:
+def _operating() -> Any:
     return importlib.import_module(f"{__package__}.driver.operators")  # by name: it stands above this file
 
 
 @public
 def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return _operators().operate(func, args, kwargs)
+    return _operating().operate(func, args, kwargs)
 
-
-def _define(name: str) -> None:
-    func = getattr(torch.Tensor, name)
-
-    def operator(self: Array, *others: Any) -> Any:
-        return _operated(func, self, *others)
-
-    operator.__name__ = name
-    setattr(Array, name, operator)
-
-
-_OPERATORS = tuple(
-    f"__{name}__"
-    for name in (
-        *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-        *("pow", "rpow", "matmul", "rmatmul", "and", "or", "xor", "neg", "pos", "abs", "invert"),
-        *("lshift", "rlshift", "rshift", "rrshift", "eq", "ne", "lt", "le", "gt", "ge", "contains"),
-    )
-)
-for _name in _OPERATORS:
-    _define(_name)
 
 for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
-    *("__dlpack__", "__format__", "__str__", "__getitem__", *_OPERATORS),
+    *("__dlpack__", "__format__", "__str__", "__getitem__"),
 ):
     setattr(Array, _name, public(getattr(Array, _name)))
 

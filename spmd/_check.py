@@ -77,7 +77,7 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
         if not is_whole(size) or size < 1:
             raise SpecError("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1")
     check_function("check", step, "check(step, axes, *args)")
-    wrapped: Spmd = step if isinstance(step, Spmd) else spmd(step)
+    wrapped: Any = step if isinstance(step, Spmd) else spmd(step)
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))
     fakes = FakeTensors()
     wanted = wrapped.request(mesh, trees.map(lambda leaf: _plain(leaf, fakes), args), {})

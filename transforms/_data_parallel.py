@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -27,7 +27,29 @@ from ._plan import Plan, following, plan_of
 from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+@overload
+def data_parallel(
+    f: F,
+    *,
+    axis: str | tuple[str, ...] = "data",
+    batch: str = "batch",
+    shards: int | None = None,
+    bucket_mb: float = 25.0,
+    wire_dtype: torch.dtype | None = None,
+) -> F: ...
+@overload
+def data_parallel(
+    f: None = None,
+    *,
+    axis: str | tuple[str, ...] = "data",
+    batch: str = "batch",
+    shards: int | None = None,
+    bucket_mb: float = 25.0,
+    wire_dtype: torch.dtype | None = None,
+) -> Callable[[F], F]: ...
 @public
 def data_parallel(
     f: Callable | None = None,
