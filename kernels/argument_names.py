@@ -1,4 +1,4 @@
-"""Arguments under the names that torch and JAX give them: a call with one is refused, with what to write instead."""
+"""Arguments and attributes under the names that torch and JAX give them: asked for, each says what to write instead."""
 
 from __future__ import annotations
 
@@ -100,6 +100,16 @@ _STANDS: dict[str, dict[str, str]] = {  # by the function, and the name that oth
         **dict.fromkeys(("dataset", "num_samples"), "it is length=, as in Sampler(len(dataset), batch_size)"),
         **dict.fromkeys(("num_replicas", "rank"), _NO_NEED + "sampler.shard(epoch, step, rank, size) takes them"),
     },
+}
+
+
+_LOCAL = ".local is this rank's part, on a rank, and .shards() are those of all ranks"
+OF_ARRAYS = {
+    **dict.fromkeys(("sharding", "placements"), ".spec says how it is cut, and .mesh over which ranks"),
+    **dict.fromkeys(("addressable_shards", "global_shards", "addressable_data", "to_local"), _LOCAL),
+    "device_mesh": "mesh.device_mesh, on a rank, is torch's",
+    "block_until_ready": ".full() waits for the value, and gives it",
+    "redistribute": "put(x, P(...), mesh=mesh) cuts it in another way",
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import torch
 
+from ..kernels.argument_names import OF_ARRAYS
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, SpecError, dtype_name
 from .batch import Deal
@@ -266,7 +267,7 @@ class Array:
             return attributes[name](self)
         method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
-            way = WAY if name in ("grad", "grad_fn") else ".full() is the whole value as a tensor"
+            way = WAY if name in ("grad", "grad_fn") else OF_ARRAYS.get(name, ".full() is the whole value as a tensor")
             raise AttributeError(f"an Array has no attribute {name!r}; {way}")
         return functools.partial(_operated, method, self)
 
@@ -346,5 +347,4 @@ for _name in (
 ):
     setattr(Array, _name, public(getattr(Array, _name)))
 
-# TensorBoard and tqdm's `set_postfix` ask whether they were given a Number: now they accept a loss.
-numbers.Number.register(Array)
+numbers.Number.register(Array)  # so TensorBoard and tqdm's `set_postfix`, which ask for one, accept a loss
