@@ -22,7 +22,7 @@ from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import Region, planned_session
-from ..mesh.replication.net import active, differ_over
+from ..mesh.replication.net import active, differ_over, differs_over, mark
 from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
 from ..mesh.strides import is_frozen, is_plain
@@ -49,11 +49,14 @@ class Argument:
         leaf = self.leaf
         if not isinstance(leaf, Tensor):
             return None
-        size = leaf.numel() * leaf.element_size()
+        size, axes = leaf.numel() * leaf.element_size(), differs_over(leaf)
         if size < _LARGE or leaf.device.type != "cpu" or type(leaf) not in (Tensor, nn.Parameter) or not is_plain(leaf):
-            return leaf.new_zeros(leaf.shape)
-        # New pages are zero before they are written: a model's frozen weights would be written, and held, once more.
-        return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE), dtype=leaf.dtype).view(leaf.shape)
+            zeros = leaf.new_zeros(leaf.shape)
+        else:
+            # New pages are zero before they are written: a model's frozen weights would be written, and held, once more.
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+            zeros = torch.frombuffer(pages, dtype=leaf.dtype).view(leaf.shape)
+        return zeros if axes is None else mark(zeros, axes)
 
 
 def prepare(f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
