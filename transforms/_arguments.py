@@ -53,7 +53,7 @@ class Argument:
         if size < _LARGE or leaf.device.type != "cpu" or type(leaf) not in (Tensor, nn.Parameter) or not is_plain(leaf):
             zeros = leaf.new_zeros(leaf.shape)
         else:
-            # New pages are zero before they are written: a model's frozen weights would be written, and held, once more.
+            # New pages are zero until they are written: a model's frozen weights would be written, and held, once more.
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
             zeros = torch.frombuffer(pages, dtype=leaf.dtype).view(leaf.shape)
         return zeros if axes is None else mark(zeros, axes)
