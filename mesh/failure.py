@@ -169,6 +169,13 @@ _NOTES = (  # on errors of torch's: a part of the type's name, a part of the tex
         "variables, or define it in a module of its own (docs/compile.md)]",
     ),
     (
+        "HigherOrderOpError",
+        "do not support aliasing",
+        "[parameters of a step lie side by side in one memory, which torch takes for aliases in functions that it "
+        "compiles within others, as those of torch.cond, scan and nested_compile_region: give these copies, "
+        "params = {name: value.clone() for name, value in params.items()} in the loss (docs/compile.md)]",
+    ),
+    (
         "ValueError",
         "Default process group has not been initialized",
         '[in a step write psum(x, "data") for torch.distributed.all_reduce, and all_gather, ppermute and others; code '

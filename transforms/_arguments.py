@@ -10,20 +10,24 @@ by later ones if it differed on the first.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..kernels.call import labelled
 from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.region import Region, planned_session
-from ..mesh.replication.net import active, differ_over
+from ..mesh.replication.net import active, differ_over, differs_over, mark
 from ..mesh.replication.values import digest
 from ..mesh.spec import Sharded, is_sharded
-from ..mesh.strides import is_frozen
+from ..mesh.strides import is_frozen, is_plain
+
+_LARGE = 1 << 16  # bytes of a leaf; the zeros of a smaller one are written faster than pages are asked for
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,7 +46,17 @@ class Argument:
 
     def zeros(self) -> Any:
         """The gradient of a leaf that is not differentiated."""
-        return self.leaf.new_zeros(self.leaf.shape) if isinstance(self.leaf, Tensor) else None
+        leaf = self.leaf
+        if not isinstance(leaf, Tensor):
+            return None
+        size, axes = leaf.numel() * leaf.element_size(), differs_over(leaf)
+        if size < _LARGE or leaf.device.type != "cpu" or type(leaf) not in (Tensor, nn.Parameter) or not is_plain(leaf):
+            zeros = leaf.new_zeros(leaf.shape)
+        else:
+            # New pages are zero until they are written: a model's frozen weights would be written, and held, once more.
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+            zeros = torch.frombuffer(pages, dtype=leaf.dtype).view(leaf.shape)
+        return zeros if axes is None else mark(zeros, axes)
 
 
 def prepare(f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:

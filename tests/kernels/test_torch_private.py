@@ -188,8 +188,9 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x)
         handle = register(x, lambda _: None)
         assert torch_private.has_hooks(x)
+        assert torch_private.hooks_gradient(x) == (register is torch.Tensor.register_hook)
         handle.remove()
-        assert not torch_private.has_hooks(x)
+        assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
 
 
 def in_torch_func() -> None:

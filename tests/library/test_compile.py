@@ -5,6 +5,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+import torch.nn.functional as F
 from scripts import launched, run, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -489,3 +490,42 @@ except Exception as error:
 def test_globals_of_the_script_in_functions_that_torch_compiles_by_themselves(tmp_path):
     status, out, err = run(script(tmp_path, PROGRAM))
     assert status == 0 and "functions that it compiles within others, as those of torch.cond" in out, (out, err)
+
+
+def switched(params, x):
+    def linear(x):
+        return F.linear(x, params["weight"], params["bias"])
+
+    return torch.cond(x.sum() > 0, linear, lambda x: linear(x) * 2, (x,)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_in_branches_of_cond(shared_mesh):
+    """Torch refuses arguments that share memory there, as parameters do after a step."""
+    params = dict(torch.nn.Linear(2, 3).named_parameters())
+    params, x = {name: value.detach() for name, value in params.items()}, torch.ones(4, 2)
+    opt = optimizer(torch.optim.SGD, lr=0.1)
+
+    def trained(loss):
+        @spmd.spmd(mesh=shared_mesh({"data": 2}))
+        @data_parallel
+        def step(params, state, batch):
+            return opt.step(params, grad(loss)(params, batch), state)
+
+        own, state = params, opt.init(params)
+        for _ in range(3):
+            own, state = step(own, state, x)
+        return spmd.fetch(own)
+
+    with pytest.raises(RuntimeError, match="do not support aliasing") as caught:
+        trained(switched)
+    assert sys.version_info < (3, 11) or "value.clone() for name, value in params.items()" in caught.value.__notes__[-1]
+    found = trained(lambda params, x: switched({name: value.clone() for name, value in params.items()}, x))
+    own = {name: value.clone().requires_grad_() for name, value in params.items()}
+    plain = torch.optim.SGD(own.values(), lr=0.1)
+    for _ in range(3):
+        plain.zero_grad()
+        switched(own, x).backward()
+        plain.step()
+    for name, value in own.items():
+        torch.testing.assert_close(found[name], value.detach())

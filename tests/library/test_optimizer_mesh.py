@@ -133,6 +133,31 @@ def test_each_rank_keeps_one_part_of_the_state(shared_mesh, backend, sizes):
         assert all(leaf.spec == P() for leaf in arrays(replicated))
 
 
+@pytest.mark.parametrize("trained", ["all", "some"])
+def test_steps_are_checked_and_divided_once(shared_mesh, trained):
+    """Also if some parameters are frozen, whose gradients carried no mark: each step was worked out anew."""
+    opt, params = optimizer(optim.Adam, lr=0.1), {"a": drawn(5000), "b": drawn(5000, seed=1)}
+    if trained == "some":
+        params["b"] = nn.Parameter(params["b"], requires_grad=False)
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    def step(params, opt_state):
+        grads = grad(lambda params: (params["a"].square() + params["b"].square()).sum())(params)
+        ran = set()
+        sys.setprofile(lambda frame, event, argument: ran.add(frame.f_code.co_name))
+        try:
+            params, opt_state = opt.step(params, grads, opt_state)
+        finally:
+            sys.setprofile(None)
+        return params, opt_state, "settle" in ran, "divide" in ran
+
+    opt_state, found = opt.init(params), []
+    for _ in range(4):
+        params, opt_state, *ran = step(params, opt_state)
+        found.append(ran)
+    assert found[0] == [True, True] and found[-1] == [True, False]
+
+
 @pytest.mark.parametrize("numel", [3, 5000])
 def test_state_is_for_the_leaves_that_it_was_made_for(shared_mesh, numel):
     """In whatever form: laid end to end, that of a frozen leaf would be taken for that of the one behind it."""

@@ -1,6 +1,7 @@
 import concurrent.futures
 import doctest
 import functools
+import mmap
 import sys
 import warnings
 
@@ -549,6 +550,30 @@ def test_leaves_of_all_kinds(shared_mesh, backend):
     for name in ("unused", "frozen", "integer", "flag"):
         assert not wanted[name].any()
     assert wanted["conjugate"].resolve_conj().tolist() == [2 + 4j]
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def test_zeros_of_large_frozen_leaves_take_no_memory_until_they_are_written():
+    """As they are by a program that clips all gradients in place."""
+    params = {"frozen": nn.Parameter(torch.empty(1 << 12, 1 << 13), requires_grad=False), "trained": torch.ones(2)}
+    before = resident_bytes()
+    found = grad(lambda p: p["trained"].sum() + p["frozen"][0, :2].detach().isnan().sum())(params)
+    assert resident_bytes() - before < params["frozen"].nbytes / 4
+    assert found["frozen"].shape == (1 << 12, 1 << 13) and not found["frozen"].any()
+    for gradient in found.values():
+        gradient.sub_(0.5).clamp_(-0.25, 0.25)
+    assert bool((found["frozen"] == -0.25).all()) and found["trained"].tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.int64, torch.bool])
+def test_zeros_of_large_leaves_that_are_not_trained(dtype):
+    like = torch.ones(512, 256, dtype=dtype).t()
+    found = grad(lambda p: p["w"].sum())({"w": torch.ones(2), "large": nn.Parameter(like, requires_grad=False)})
+    assert found["large"].dtype is dtype and found["large"].shape == (256, 512) and not found["large"].any()
 
 
 def test_gradients_on_another_device_than_the_mesh_s_are_refused(shared_mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -489,3 +490,59 @@ def test_checkpointing_with_dropout(alike: list[Mesh], shards: int | None) -> No
     for name in expected:
         torch.testing.assert_close(got[name].full(), expected[name].full(), rtol=0, atol=0)
         assert expected[name].full().any()
+
+
+def twice(gradient: Tensor) -> Tensor:
+    return 2 * gradient
+
+
+def hooked(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+    params["w"].register_hook(twice)
+    return (batch @ params["w"]).square().mean()
+
+
+def hooked_within(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+    out = batch @ params["w"]
+    out.register_hook(twice)
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [hooked, hooked_within])
+def test_hooks_run_once_though_the_loss_is_evaluated_again(mesh: Mesh, loss_fn: Callable) -> None:
+    """The first call looks at more values of the loss. Each of them added the hook to the same parameter."""
+    w = torch.ones(3, requires_grad=True)
+    (X @ w).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [gradients(mesh, loss_fn, {"w": w.detach()}, X)[1]["w"].full() for _ in range(2)]
+    for gradient in found:
+        torch.testing.assert_close(gradient, 2 * w.grad)
+    texts = [str(one.message) for one in caught]
+    if loss_fn is hooked:
+        assert texts and "a parameter's gradient, which gets that of this rank's samples" in texts[0]
+        assert "change grads in the step" in texts[0]
+    else:
+        assert not texts
+
+
+def test_hooks_of_virtual_shards(mesh: Mesh) -> None:
+    """Those for a parameter would be registered anew by each of a rank's shards."""
+    params = {"w": torch.ones(3)}
+    with pytest.raises(SpecError, match=r"a parameter's gradient, which gets that of each virtual shard.*change grads"):
+        gradients(mesh, hooked, params, X, shards=4)
+    within = gradients(mesh, hooked_within, params, X, shards=4)[1]["w"].full()
+    torch.testing.assert_close(within, gradients(mesh, hooked_within, params, X)[1]["w"].full())
+
+
+def test_a_hook_in_a_gradient_within_a_virtual_shard(mesh: Mesh) -> None:
+    """Each shard has a leaf of its own there."""
+
+    def penalised(params, batch):
+        inner = grad(hooked, axes=())({"w": params["w"].detach()}, batch)["w"]
+        return (batch @ (params["w"] * inner)).mean()
+
+    params = {"w": torch.ones(3)}
+    found = gradients(mesh, penalised, params, X, shards=4)[1]["w"].full()
+    parts = [X[shard::4] for shard in range(4)]
+    wanted = [4 * part.mean(0) * (part.t() @ (part @ params["w"])) / len(part) for part in parts]
+    torch.testing.assert_close(found, torch.stack(wanted).mean(0))

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels import torch_private
+from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
 from ...mesh.purity.captured import NOT_REENTRANT
 from ...mesh.rank.references import content_of
@@ -65,6 +66,7 @@ def look(
         return
     was_warned = False
     if not call.nested:
+        _look_at_hooks(call, split)
         rows = batch[0].shape[0] if batch else 0
         was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
         if split and call.plan.samples:
@@ -148,6 +150,28 @@ def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
             kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor with requires_grad=True"
             raise captured(call, f"a {kind} of shape {list(leaf.shape)} that is none of its arguments")
     return has_weights
+
+
+def _look_at_hooks(call: Call, split: set[str]) -> None:
+    """Warn of a hook for a parameter's gradient, which gets that of a part of the batch.
+
+    Over virtual shards it is refused: each registers it once more, and the next one's gradient goes through it twice.
+    """
+    virtual = call.plan.virtual
+    in_turn = virtual is not None and virtual.axis in call.over
+    for argument in call.arguments:
+        if argument.primal is None or not torch_private.hooks_gradient(argument.primal):
+            continue
+        parts = "each virtual shard" if in_turn else "this rank's samples, times their share of the batch"
+        problem = f"{call.name} registers a hook for a parameter's gradient, which gets that of {parts}"
+        got = f"one of shape {list(argument.leaf.shape)}"
+        remedy = "change grads in the step, which are of the whole batch"
+        if in_turn:
+            raise SpecError(problem, got=got, remedy=remedy)
+        if call.plan.samples and split & set(argument.reduce) and call.region and call.region.session.rank == 0:
+            ignore = 'warnings.filterwarnings("ignore", ".*registers a hook for a parameter")'
+            warn(problem, got=got, remedy=f"{remedy}; or, if it only scales it, as a mask does, {ignore}")
+            return
 
 
 def captured(call: Call, got: str) -> SpecError:

@@ -74,10 +74,14 @@ class Repeated:
         """
         rows = {id(leaf) for leaf in (*self._rows, *more)}
         rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
+        primals = {id(argument.primal) for argument in self._call.arguments} - rows
         net = active()
         used: set[int] = set()
 
         def replace(leaf: Any) -> Any:
+            if id(leaf) in primals and isinstance(leaf, Tensor):  # else a hook for its gradient would be there twice
+                replica, axes = leaf.detach().requires_grad_(), marked(leaf)
+                return replica if axes is None else mark(replica, axes)
             if id(leaf) not in rows:
                 self.knows_count = self.knows_count or (type(leaf) is int and leaf == self.count)
                 has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.count
