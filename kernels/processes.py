@@ -22,7 +22,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,6 +34,7 @@ _PR_SET_PDEATHSIG = 1
 # It gives -1 where the C library lacks the function.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
+_GROUPS, _MOUNTED, _VMSTAT = "/proc/self/cgroup", "/sys/fs/cgroup", Path("/proc/vmstat")
 
 _current = os.getpid()
 
@@ -150,7 +151,7 @@ def cores() -> int:
     return math.ceil(min(len(os.sched_getaffinity(0)), processor_limit()))
 
 
-def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> float:
+def processor_limit(proc: str = _GROUPS, mounted: str = _MOUNTED) -> float:
     """The seconds of processor time in a second that control groups leave this process: Docker's --cpus; inf for any.
 
     Args:
@@ -158,20 +159,34 @@ def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgr
         mounted: where the groups' own files are. In a container these may be those of its group alone.
     """
     limits = [math.inf]
+    for version, folder in _control_groups("cpu", proc, mounted):
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
+            if version == 1:
+                quota, period = (_number_in(folder / f"cpu.cfs_{of}_us") for of in ("quota", "period"))
+            else:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
+    return min(limits)
+
+
+def _control_groups(controller: str, proc: str, mounted: str) -> Iterator[tuple[int, Path]]:
+    """The control groups that this process is in, and those around them, whose limits count, too.
+
+    Args:
+        controller: "cpu" or "memory".
+        proc, mounted: see `processor_limit`.
+
+    Yields:
+        The version (1 or 2), and the folder that has the group's files, if it is mounted.
+    """
     with contextlib.suppress(OSError):
         for line in Path(proc).read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            root = Path(mounted, "cpu" if controllers else "")
+            root = Path(mounted, controller if controllers else "")
             for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
-                    if controllers:
-                        quota, period = (_number_in(f"{root}{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
-                    else:
-                        quota, period = map(int, Path(f"{root}{folder}/cpu.max").read_text().split())
-                    limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
-    return min(limits)
+                yield (1 if controllers else 2), Path(f"{root}{folder}")
 
 
 def spread(index: int, ranks: int) -> None:
@@ -194,29 +209,47 @@ def spread(index: int, ranks: int) -> None:
     os.sched_setaffinity(0, allowed)
 
 
-def memory_kills() -> int:
-    """How many processes the kernel has killed for lack of memory, on this host or in this control group."""
-    found = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError), open(path) as file:
-            found += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return found
+def memory_kills(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
+    """How many processes the kernel has killed for lack of memory: in this process's control groups, else on the host.
+
+    Args:
+        proc, mounted: see `processor_limit`.
+    """
+    files = {1: "memory.oom_control", 2: "memory.events"}
+    found = []
+    for path in (*(folder / files[version] for version, folder in _control_groups("memory", proc, mounted)), _VMSTAT):
+        with contextlib.suppress(OSError, StopIteration):
+            found.append(_field_of(path, "oom_kill"))
+    return found[0] if found else 0
 
 
-def _number_in(path: str) -> int:
-    with open(path) as file:
-        return int(file.read())
+def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
+    """Memory that this process can still use, according to the host and its control groups.
 
-
-def available_bytes() -> int:
-    """Memory that this process can still use, according to the host and its control group."""
+    Args:
+        proc, mounted: see `processor_limit`.
+    """
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as file:
-        found.append(next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")))
-    group = "/sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
-        found.append(max(0, _number_in(f"{group}/memory.max") - _number_in(f"{group}/memory.current")))
+    with contextlib.suppress(OSError, StopIteration):
+        found.append(_field_of(Path("/proc/meminfo"), "MemAvailable:") << 10)
+    for version, folder in _control_groups("memory", proc, mounted):
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # there is no such file, or no limit: "max"
+            left = _number_in(folder / f"memory.{limit}") - _number_in(folder / f"memory.{used}")
+            # Pages of files that were read count as used, but make room for others.
+            cached = _field_of(folder / "memory.stat", "total_inactive_file" if version == 1 else "inactive_file")
+            found.append(max(0, left + cached))
     return min(found)
+
+
+def _number_in(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _field_of(path: Path, name: str) -> int:
+    """The number behind this name in a file of the kernel's that has one on each line."""
+    with open(path) as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name} "))
 
 
 def check_not_imported_by_worker() -> None:
