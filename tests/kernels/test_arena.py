@@ -491,7 +491,7 @@ def test_a_peer_that_was_killed_for_memory(participants: list[Arena], monkeypatc
     participants[0].watch_processes()
     child.wait()
     monkeypatch.setattr(board, "memory_kills", lambda: 1 << 60)
-    with pytest.raises(PeerLost, match="rank 1 died or exited.*a kill for memory, by all appearances.*more memory"):
+    with pytest.raises(PeerLost, match=r"rank 1 died or exited.*a kill for memory, by all appearances.*more memory"):
         participants[0].check_peers()
 
 
