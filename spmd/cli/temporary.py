@@ -21,7 +21,10 @@ def temporary_folder(command: str) -> Iterator[Path]:
     """A folder for as long as the block runs: `spmd-run-...` for the command "run", where temporary files are."""
     prefix = f"spmd-{command}-"
     _remove_left(prefix)
-    made = Path(tempfile.mkdtemp(prefix="spmd-new-"))
+    try:
+        made = Path(tempfile.mkdtemp(prefix="spmd-new-"))
+    except OSError as error:
+        raise SystemExit(f"spmd {command} can't make a temporary folder: {error}\nset TMPDIR to where it can") from None
     lock = _locked(made)
     folder = made.rename(made.with_name(prefix + made.name.removeprefix("spmd-new-")))  # others look at it from now on
     try:

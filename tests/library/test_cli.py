@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +137,15 @@ def test_what_a_killed_command_left_is_removed_by_the_next(tmp_path: Path) -> No
         assert set(tmp_path.iterdir()) == left
         assert alive.communicate("\n", timeout=HANGS) == ("", "") and alive.returncode == 0
         assert set(tmp_path.iterdir()) == left - of_each[1]
+
+
+def test_there_is_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/spmd-new-a1")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(SystemExit, match=r"spmd run can't make a temporary folder.*No space left(?s:.*)TMPDIR"):
+        main(["run", "-n", "1", "train.py"])
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5"])
