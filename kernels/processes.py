@@ -22,7 +22,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -169,16 +169,18 @@ def processor_limit(proc: str = _GROUPS, mounted: str = _MOUNTED) -> float:
     return min(limits)
 
 
-def _control_groups(controller: str, proc: str, mounted: str) -> Iterator[tuple[int, Path]]:
+@functools.lru_cache
+def _control_groups(controller: str, proc: str, mounted: str) -> list[tuple[int, Path]]:
     """The control groups that this process is in, and those around them, whose limits count, too.
 
     Args:
         controller: "cpu" or "memory".
         proc, mounted: see `processor_limit`.
 
-    Yields:
-        The version (1 or 2), and the folder that has the group's files, if it is mounted.
+    Returns:
+        The version (1 or 2), and the folder that has the group's files, if it is mounted, from the innermost group on.
     """
+    found = []
     with contextlib.suppress(OSError):
         for line in Path(proc).read_text().splitlines():
             _, controllers, group = line.split(":", 2)
@@ -186,7 +188,8 @@ def _control_groups(controller: str, proc: str, mounted: str) -> Iterator[tuple[
                 continue
             root = Path(mounted, controller if controllers else "")
             for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-                yield (1 if controllers else 2), Path(f"{root}{folder}")
+                found.append((1 if controllers else 2, Path(f"{root}{folder}")))
+    return found
 
 
 def spread(index: int, ranks: int) -> None:
@@ -216,11 +219,10 @@ def memory_kills(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
         proc, mounted: see `processor_limit`.
     """
     files = {1: "memory.oom_control", 2: "memory.events"}
-    found = []
     for path in (*(folder / files[version] for version, folder in _control_groups("memory", proc, mounted)), _VMSTAT):
         with contextlib.suppress(OSError, StopIteration):
-            found.append(_field_of(path, "oom_kill"))
-    return found[0] if found else 0
+            return _field_of(path, "oom_kill")
+    return 0
 
 
 def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
@@ -229,17 +231,18 @@ def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
     Args:
         proc, mounted: see `processor_limit`.
     """
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    found = of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
-        found.append(_field_of(Path("/proc/meminfo"), "MemAvailable:") << 10)
+        found = min(found, _field_of(Path("/proc/meminfo"), "MemAvailable:") << 10)
     for version, folder in _control_groups("memory", proc, mounted):
         limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
         with contextlib.suppress(OSError, ValueError, StopIteration):  # there is no such file, or no limit: "max"
-            left = _number_in(folder / f"memory.{limit}") - _number_in(folder / f"memory.{used}")
-            # Pages of files that were read count as used, but make room for others.
-            cached = _field_of(folder / "memory.stat", "total_inactive_file" if version == 1 else "inactive_file")
-            found.append(max(0, left + cached))
-    return min(found)
+            most = _number_in(folder / f"memory.{limit}")
+            if most < of_host:  # version 1 has a large number for no limit
+                # Pages of files that were read count as used, but make room for others.
+                cached = _field_of(folder / "memory.stat", "total_inactive_file" if version == 1 else "inactive_file")
+                found = max(0, min(found, most - _number_in(folder / f"memory.{used}") + cached))
+    return found
 
 
 def _number_in(path: Path) -> int:
