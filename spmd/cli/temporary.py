@@ -18,8 +18,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def temporary_folder(command: str) -> Iterator[Path]:
-    """A folder for as long as the block runs: `spmd-run-...` for the command "run", where temporary files are."""
-    prefix = f"spmd-{command}-"
+    """A folder, `spmd-run-locked-...` for the command "run", for as long as the block runs."""
+    prefix = f"spmd-{command}-locked-"  # those of earlier versions, which have no lock, are let be
     _remove_left(prefix)
     try:
         made = Path(tempfile.mkdtemp(prefix="spmd-new-"))
