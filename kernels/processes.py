@@ -34,6 +34,7 @@ _PR_SET_PDEATHSIG = 1
 # It gives -1 where the C library lacks the function.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
+_GROUPS, _MOUNTED, _VMSTAT = "/proc/self/cgroup", "/sys/fs/cgroup", Path("/proc/vmstat")
 
 _current = os.getpid()
 
@@ -150,7 +151,7 @@ def cores() -> int:
     return math.ceil(min(len(os.sched_getaffinity(0)), processor_limit()))
 
 
-def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> float:
+def processor_limit(proc: str = _GROUPS, mounted: str = _MOUNTED) -> float:
     """The seconds of processor time in a second that control groups leave this process: Docker's --cpus; inf for any.
 
     Args:
@@ -158,20 +159,37 @@ def processor_limit(proc: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgr
         mounted: where the groups' own files are. In a container these may be those of its group alone.
     """
     limits = [math.inf]
+    for version, folder in _control_groups("cpu", proc, mounted):
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
+            if version == 1:
+                quota, period = (_number_in(folder / f"cpu.cfs_{of}_us") for of in ("quota", "period"))
+            else:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
+    return min(limits)
+
+
+@functools.lru_cache
+def _control_groups(controller: str, proc: str, mounted: str) -> list[tuple[int, Path]]:
+    """The control groups that this process is in, and those around them, whose limits count, too.
+
+    Args:
+        controller: "cpu" or "memory".
+        proc, mounted: see `processor_limit`.
+
+    Returns:
+        The version (1 or 2), and the folder that has the group's files, if it is mounted, from the innermost group on.
+    """
+    found = []
     with contextlib.suppress(OSError):
         for line in Path(proc).read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            root = Path(mounted, "cpu" if controllers else "")
+            root = Path(mounted, controller if controllers else "")
             for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-                with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
-                    if controllers:
-                        quota, period = (_number_in(f"{root}{folder}/cpu.cfs_{of}_us") for of in ("quota", "period"))
-                    else:
-                        quota, period = map(int, Path(f"{root}{folder}/cpu.max").read_text().split())
-                    limits.append(quota / period if quota > 0 else math.inf)  # version 1 has -1 for no limit
-    return min(limits)
+                found.append((1 if controllers else 2, Path(f"{root}{folder}")))
+    return found
 
 
 def spread(index: int, ranks: int) -> None:
@@ -194,29 +212,47 @@ def spread(index: int, ranks: int) -> None:
     os.sched_setaffinity(0, allowed)
 
 
-def memory_kills() -> int:
-    """How many processes the kernel has killed for lack of memory, on this host or in this control group."""
-    found = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError), open(path) as file:
-            found += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+def memory_kills(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
+    """How many processes the kernel has killed for lack of memory: in this process's control groups, else on the host.
+
+    Args:
+        proc, mounted: see `processor_limit`.
+    """
+    files = {1: "memory.oom_control", 2: "memory.events"}
+    for path in (*(folder / files[version] for version, folder in _control_groups("memory", proc, mounted)), _VMSTAT):
+        with contextlib.suppress(OSError, StopIteration):
+            return _field_of(path, "oom_kill")
+    return 0
+
+
+def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
+    """Memory that this process can still use, according to the host and its control groups.
+
+    Args:
+        proc, mounted: see `processor_limit`.
+    """
+    found = of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        found = min(found, _field_of(Path("/proc/meminfo"), "MemAvailable:") << 10)
+    for version, folder in _control_groups("memory", proc, mounted):
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # there is no such file, or no limit: "max"
+            most = _number_in(folder / f"memory.{limit}")
+            if most < of_host:  # version 1 has a large number for no limit
+                # Pages of files that were read count as used, but make room for others.
+                cached = _field_of(folder / "memory.stat", "total_inactive_file" if version == 1 else "inactive_file")
+                found = max(0, min(found, most - _number_in(folder / f"memory.{used}") + cached))
     return found
 
 
-def _number_in(path: str) -> int:
+def _number_in(path: Path) -> int:
+    return int(path.read_text())
+
+
+def _field_of(path: Path, name: str) -> int:
+    """The number behind this name in a file of the kernel's that has one on each line."""
     with open(path) as file:
-        return int(file.read())
-
-
-def available_bytes() -> int:
-    """Memory that this process can still use, according to the host and its control group."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as file:
-        found.append(next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")))
-    group = "/sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
-        found.append(max(0, _number_in(f"{group}/memory.max") - _number_in(f"{group}/memory.current")))
-    return min(found)
+        return next(int(line.split()[1]) for line in file if line.startswith(f"{name} "))
 
 
 def check_not_imported_by_worker() -> None:

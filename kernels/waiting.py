@@ -26,6 +26,7 @@ YIELDS = 64
 TAKEN_SECONDS = 2e-4  # a process that keeps a yielded core for longer is computing, not waiting like us
 SAVED_SECONDS = 1e-4  # what a wait without sleep saves: ranks that share a core are woken so much later
 LOST_SECONDS = 2e-2  # if more than that is lost beyond what was saved, other processes want the cores
+STOOD_STILL_SECONDS = 1.0  # two looks further apart: this process was stopped, and so perhaps was the awaited one
 WANTED_SECONDS = 5e-2, 1.0  # how long this is assumed to last, at first and at most
 
 turn: Any = threading.RLock()  # Any: the methods that a Condition uses of it are not typed
@@ -148,6 +149,8 @@ def wait_until(
 ) -> None:
     """Return once `ready()`; raise what `watch` finds, or `on_timeout()` after `timeout` seconds.
 
+    Time in which this process was stopped (a suspended job, a paused machine) does not count.
+
     Args:
         oversubscribed: more ranks than cores, so that spinning would take the core from the rank waited for.
         sleep: sleeps for a moment, or until the rank waited for has made `ready()` true and wakes this one.
@@ -158,7 +161,8 @@ def wait_until(
         for _ in range(SPINS):
             if ready():
                 return
-    start = silent_since = time.monotonic()
+    start = before = time.monotonic()
+    silent = 0.0
     pause = 2e-5
     next_look = start + PEER_CHECK_SECONDS
     while not ready():
@@ -168,6 +172,7 @@ def wait_until(
             with others():
                 cores.yield_core(now)
             continue
+        silent, before = silent + min(now - before, STOOD_STILL_SECONDS), now
         if now >= next_look:
             try:
                 watch.check_peers()
@@ -179,8 +184,8 @@ def wait_until(
                 on_stall()
             next_look = now + PEER_CHECK_SECONDS
             if watch.in_debugger():
-                silent_since = now
-        if now - silent_since > timeout:
+                silent = 0.0
+        if silent > timeout:
             raise on_timeout()
         if sleep is not None:
             sleep(ready)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ..call import all_wait, other_calls
 from ..callsite import call_site
 from ..errors import Aborted, PeerLost
-from ..processes import cores, status_of
+from ..processes import cores, memory_kills, status_of
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
 from .stalls import Stalls
@@ -303,6 +303,7 @@ class Board:
 
     def watch_processes(self) -> None:
         """Watch the other ranks' processes; for launched ranks, which have no driver that does it."""
+        self._memory_kills = memory_kills()
         for rank in range(self.size):
             pid = self.words[self._status(rank) + _PID]
             if rank != self.rank and pid:
@@ -324,6 +325,9 @@ class Board:
             return None
         gone = self.mesh_rank_of(rank)
         problem = f"rank {gone} died or exited while rank {self.mesh_rank} waited for it"
+        if memory_kills() > self._memory_kills:
+            remedy = "see its output, and give the ranks more memory, or start fewer"
+            return PeerLost(problem, got="a kill for memory, by all appearances", remedy=remedy, rank=gone)
         return PeerLost(problem, remedy="see its output", rank=gone)
 
     def close(self) -> None:

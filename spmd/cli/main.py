@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 
 from .. import __version__
@@ -19,6 +18,7 @@ Run a script on many processes, each of which is one rank of the script's Mesh.
   spmd run train.py                  as many ranks as there are cores to use
   spmd run -n 4 train.py --lr 0.1    four ranks; what follows the script is the script's own
   spmd run -n 4 -m package.train     a module, as with python -m
+  spmd run -n 1 - < train.py         from standard input, if one rank of each host reads it
   spmd run -n 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id 1 train.py
                                      sixteen ranks: the same command on each of two hosts
 
@@ -97,6 +97,7 @@ def run(arguments: list[str]) -> int:
 
     from ..mesh.rank.memory import tunables
     from . import one_host
+    from .temporary import temporary_folder
 
     # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,8 +108,7 @@ def run(arguments: list[str]) -> int:
             options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, one_host.BACKEND, "localhost"
             stack.enter_context(one_host.meeting_place())
         if not options.log_dir and options.redirects == options.tee == "0":  # no logs, but torch would leave a folder
-            folder = tempfile.TemporaryDirectory(prefix="spmd-run-", ignore_cleanup_errors=True)
-            options.log_dir = stack.enter_context(folder)
+            options.log_dir = str(stack.enter_context(temporary_folder("run")))
         return _launched(launch, options)
 
 
@@ -154,8 +154,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
     has_meeting = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
     options.standalone = options.standalone or not has_meeting
-    if options.training_script == "-" and not options.no_python:
-        parser.error("the script cannot come from standard input, of which each rank gets a part: write it to a file")
+    once = options.nproc_per_node == "1" and options.max_restarts == 0  # who starts again finds nothing left to read
+    if options.training_script == "-" and not options.no_python and not once:
+        parser.error(
+            "the script can come from standard input if one rank reads it once (-n 1, no --max-restarts): write it to "
+            "a file"
+        )
     return options
 
 

@@ -10,9 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -22,6 +20,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+
+from .temporary import temporary_folder
 
 BACKEND = "spmd-one-host"
 
@@ -66,8 +66,8 @@ def meeting_place() -> Iterator[None]:
     """Ranks that are started within it meet in a directory of the user's own, with a secret made for them."""
     rendezvous_handler_registry.register(BACKEND, OneHost)
     before = {name: os.environ.get(name) for name in ("SPMD_INIT_METHOD", "SPMD_SECRET")}
-    with tempfile.TemporaryDirectory(prefix="spmd-run-", ignore_cleanup_errors=True) as folder:
-        os.environ["SPMD_INIT_METHOD"] = f"file://{Path(folder) / 'meet'}"
+    with temporary_folder("run") as folder:
+        os.environ["SPMD_INIT_METHOD"] = f"file://{folder / 'meet'}"
         os.environ["SPMD_SECRET"] = secrets.token_hex(32)
         try:
             yield

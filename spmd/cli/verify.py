@@ -12,7 +12,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from .._trace import VALUES
+from .temporary import temporary_folder
 
 CAUSES = """\
 The usual causes:
@@ -68,11 +68,11 @@ def verify(arguments: Sequence[str]) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     options = parser.parse_args(arguments)
     first, agreed = options.ranks[0], True
-    with tempfile.TemporaryDirectory(prefix="spmd-verify-") as folder:
+    with temporary_folder("verify") as folder:
         runs: dict[int, list[dict[str, Any]]] = {}
         files: dict[int, Path] = {}
         for ranks in options.ranks:
-            files[ranks] = Path(folder) / f"{ranks}.jsonl"
+            files[ranks] = folder / f"{ranks}.jsonl"
             status, runs[ranks] = _run(
                 options.script, options.arguments, ranks, files[ranks], "" if ranks == first else "1"
             )

@@ -484,6 +484,17 @@ def test_a_dead_peer_is_noticed(participants: list[Arena]) -> None:
     assert caught.value.rank == 1
 
 
+def test_a_peer_that_was_killed_for_memory(participants: list[Arena], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel's count of such kills has risen since the ranks met."""
+    child = subprocess.Popen(["true"])
+    participants[0].words[participants[0]._status(1) + board._PID] = child.pid
+    participants[0].watch_processes()
+    child.wait()
+    monkeypatch.setattr(board, "memory_kills", lambda: 1 << 60)
+    with pytest.raises(PeerLost, match=r"rank 1 died or exited.*a kill for memory, by all appearances.*more memory"):
+        participants[0].check_peers()
+
+
 def test_of_several_dead_peers_one_that_did_not_give_up_is_named(participants: list[Arena]) -> None:
     """Rank 0 gave up because of rank 1, and ended, before this rank looked."""
     children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]

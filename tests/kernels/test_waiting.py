@@ -132,6 +132,24 @@ def test_peers_are_looked_at_meanwhile(oversubscribed: bool, clock: Clock) -> No
     assert 0.05 / PEER_CHECK_SECONDS / 2 <= watch.peer_checks <= 0.05 / PEER_CHECK_SECONDS
 
 
+def test_time_in_which_all_were_stopped_does_not_count(oversubscribed: bool, clock: Clock) -> None:
+    """As after SIGSTOP and SIGCONT for a whole job, or on a machine that was paused."""
+    watch, began = FakeWatch(), []
+
+    def stopped_twice() -> bool:
+        if clock.now - sum(began) > 1.0 and len(began) < 2:
+            began.append(1000.0)
+            clock.sleep(1000.0)
+        return clock.now > 2005.0
+
+    wait_until(stopped_twice, watch, timeout=10.0, oversubscribed=oversubscribed, on_timeout=on_timeout)
+    assert len(began) == 2
+    began.clear()
+    clock.now = 0.0
+    with pytest.raises(TimeoutError):
+        wait_until(stopped_twice, watch, timeout=2.0, oversubscribed=oversubscribed, on_timeout=on_timeout)
+
+
 def test_no_timeout_while_a_peer_is_in_a_debugger(oversubscribed: bool) -> None:
     watch, went_on = FakeWatch(), threading.Event()
     watch.debugged = True

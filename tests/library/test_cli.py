@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from jobs import KUBEFLOW, SALLOC, environ_without, section
-from scripts import run
+from patience import HANGS
+from scripts import run, started
 
 import spmd
 from spmd import Mesh
@@ -108,6 +112,42 @@ def test_temporary_files_are_gone(status: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rank.sh"]
 
 
+def test_what_a_killed_command_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "spmd-run-locked-theirs").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "spmd-run-locked-theirs", 65534, 65534)
+    (tmp_path / "spmd-run-locked-link").symlink_to(tmp_path)
+    with contextlib.ExitStack() as stack:
+        runs, of_each = [], []
+        for _ in range(2):
+            before = set(tmp_path.glob("spmd-run-*"))
+            command = ("-m", "spmd", "run", "-n", "1", "--no-python", "sh", "-c", "echo begun; read line")
+            runs.append(stack.enter_context(started(*command, env={"TMPDIR": str(tmp_path)})))
+            assert runs[-1].stdout.readline() == "begun\n"
+            of_each.append(set(tmp_path.glob("spmd-run-*")) - before)
+        killed, alive = runs
+        killed.kill()
+        killed.wait()
+        assert of_each[0] and all(map(Path.exists, of_each[0]))
+        last = run("-m", "spmd", "run", "-n", "1", "--no-python", "true", env={"TMPDIR": str(tmp_path)})
+        assert last == (0, "", "")
+        left = of_each[1] | {tmp_path / "spmd-run-locked-link"}
+        if os.geteuid() == 0:
+            left.add(tmp_path / "spmd-run-locked-theirs")
+        assert set(tmp_path.iterdir()) == left
+        assert alive.communicate("\n", timeout=HANGS) == ("", "") and alive.returncode == 0
+        assert set(tmp_path.iterdir()) == left - of_each[1]
+
+
+def test_there_is_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/spmd-new-a1")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(SystemExit, match=r"spmd run can't make a temporary folder.*No space left(?s:.*)TMPDIR"):
+        main(["run", "-n", "1", "train.py"])
+
+
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5"])
 def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -116,12 +156,18 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"expected a number, at least 1, got '{count}'" in capsys.readouterr().err
 
 
-def test_a_script_on_standard_input_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank would read it all, and wait for the others, which have nothing to do, until the timeout."""
+@pytest.mark.parametrize("options", [["-n", "2"], ["-n", "1", "--max-restarts", "1"]], ids=["ranks", "restarts"])
+def test_a_script_on_standard_input_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank would read it all, and wait for the others until the timeout; a rank started again would do nothing."""
     with pytest.raises(SystemExit) as caught:
-        main(["run", "-n", "2", "-", "--lr", "0.1"])
+        main(["run", *options, "-", "--lr", "0.1"])
     assert caught.value.code == 2
-    assert "the script cannot come from standard input" in capsys.readouterr().err
+    assert "the script can come from standard input if one rank reads it once" in capsys.readouterr().err
+
+
+def test_one_rank_reads_a_script_from_standard_input() -> None:
+    program = "import sys, spmd; print(spmd.Mesh().rank, sys.argv)"
+    assert run("-m", "spmd", "run", "-n", "1", "-", "--lr", "0.1", text=program)[:2] == (0, "0 ['-', '--lr', '0.1']\n")
 
 
 def test_who_reads_has_read_enough() -> None:

@@ -14,7 +14,7 @@ from scripts import run, script
 from spmd import Mesh
 from spmd.cli.main import parse
 from spmd.kernels import processes
-from spmd.kernels.processes import processor_limit
+from spmd.kernels.processes import available_bytes, memory_kills, processor_limit
 
 SPREAD = """
 import os, torch
@@ -94,13 +94,65 @@ def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
 def test_the_processor_time_that_a_container_gets(
     proc: str | None, files: dict[str, str], limit: float, tmp_path: Path
 ) -> None:
+    assert processor_limit(*groups(tmp_path, proc, files)) == limit
+
+
+def groups(folder: Path, proc: str | None, files: dict[str, str]) -> tuple[str, str]:
+    """The paths of a file like /proc/self/cgroup, and of a folder like /sys/fs/cgroup with these files."""
     if proc is not None:
-        (tmp_path / "proc").write_text(proc)
+        (folder / "proc").write_text(proc)
     for name, text in files.items():
-        path = tmp_path / "mounted" / name
+        path = folder / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert processor_limit(str(tmp_path / "proc"), str(tmp_path / "mounted")) == limit
+    return str(folder / "proc"), str(folder / "mounted")
+
+
+def memory_files(group: str, limit: str, used: int, cached: int, kills: int) -> dict[str, str]:
+    """The files of a group of version 1 (in memory/) or 2."""
+    if group.startswith("memory"):
+        return {
+            f"{group}/memory.limit_in_bytes": f"{limit}\n",
+            f"{group}/memory.usage_in_bytes": f"{used}\n",
+            f"{group}/memory.stat": f"inactive_file 1\ntotal_inactive_file {cached}\n",
+            f"{group}/memory.oom_control": f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n",
+        }
+    return {
+        f"{group}/memory.max": f"{limit}\n",
+        f"{group}/memory.current": f"{used}\n",
+        f"{group}/memory.stat": f"anon 7\ninactive_file {cached}\n",
+        f"{group}/memory.events": f"low 0\noom 9\noom_kill {kills}\noom_group_kill 0\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("proc", "files", "available", "kills"),
+    [
+        ("0::/\n", memory_files(".", "5000", 4000, 100, 3), 1100, 3),  # a container sees its own group only
+        ("0::/a/b\n", memory_files("a/b", "9000", 0, 0, 2) | memory_files("a", "5000", 4000, 0, 8), 1000, 2),
+        ("0::/a/b\n", memory_files("a/b", "max", 0, 0, 0) | memory_files("a", "5000", 6000, 0, 8), 0, 0),
+        ("4:cpu:/x\n3:memory:/docker/f00\n0::/\n", memory_files("memory", "5000", 4000, 200, 4), 1200, 4),
+        (
+            "3:memory:/a/b\n",
+            memory_files("memory/a", "5000", 4000, 200, 4) | memory_files("memory/a/b", str((1 << 63) - 4096), 0, 0, 1),
+            1200,
+            1,
+        ),
+    ],
+    ids=["container", "nested", "no limit within", "version 1", "nested, version 1"],
+)
+def test_the_memory_that_a_container_gets(
+    proc: str, files: dict[str, str], available: int, kills: int, tmp_path: Path
+) -> None:
+    where = groups(tmp_path, proc, files)
+    assert available_bytes(*where) == available
+    assert memory_kills(*where) == kills
+
+
+def test_memory_where_nothing_limits_it(tmp_path: Path) -> None:
+    where = groups(tmp_path, "0::/a\n", {"memory.stat": "anon 7\n"})
+    assert 1 << 20 < available_bytes(*where) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_kills(*where) >= 0
 
 
 def test_ranks_and_threads_are_as_many_as_the_processor_time_is_for(

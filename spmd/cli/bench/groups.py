@@ -7,18 +7,19 @@ Invariant: within a round every contender has one turn, and of a turn the slowes
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from ..temporary import temporary_folder
 
 START_SECONDS = 120.0
 MOST_STEPS = 2000
@@ -53,16 +54,17 @@ class Group:
         worker: Sequence[str] = (sys.executable, "-m", "spmd.cli.bench.worker"),
     ):
         self.side, self.size = side, size
-        self._folder = tempfile.mkdtemp(prefix="spmd-bench-")
+        self._on_close = contextlib.ExitStack()
+        folder = self._on_close.enter_context(temporary_folder("bench"))
         self._connections: list[Connection] = []
-        address = f"{self._folder}/socket"
+        address = f"{folder}/socket"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(size)
         own = {**os.environ, **(environ or {})}
         if path is not None:
             own["PYTHONPATH"] = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [*worker, side, address, str(size), f"{self._folder}/meeting"]
+        command = [*worker, side, address, str(size), f"{folder}/meeting"]
         started = (
             [[*launcher, *command, f"${rank_variable}"]] if launcher else [[*command, str(r)] for r in range(size)]
         )
@@ -127,7 +129,7 @@ class Group:
             except subprocess.TimeoutExpired:
                 process.terminate()
                 process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._on_close.close()
 
     def __enter__(self) -> Group:
         return self
