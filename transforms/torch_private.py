@@ -20,3 +20,8 @@ def is_batch_of_gradients(gradient: Tensor) -> bool:
     Public way: none. They are not those of `torch.func.vmap`, and nothing but torch's own operations takes them.
     """
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def hooks_gradient(tensor: Tensor) -> bool:
+    """Whether `tensor.register_hook` was called. Public way: none; hooks can be registered and removed, not listed."""
+    return bool(tensor._backward_hooks)

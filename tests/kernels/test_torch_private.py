@@ -21,6 +21,7 @@ import spmd.kernels
 import spmd.mesh
 import spmd.transforms
 from spmd.kernels import torch_private
+from spmd.transforms.torch_private import hooks_gradient
 
 
 class Followed(torch.Tensor):
@@ -188,9 +189,9 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x)
         handle = register(x, lambda _: None)
         assert torch_private.has_hooks(x)
-        assert torch_private.hooks_gradient(x) == (register is torch.Tensor.register_hook)
+        assert hooks_gradient(x) == (register is torch.Tensor.register_hook)
         handle.remove()
-        assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
+        assert not torch_private.has_hooks(x) and not hooks_gradient(x)
 
 
 def in_torch_func() -> None:

@@ -23,6 +23,7 @@ from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
+from ..torch_private import hooks_gradient
 from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
 from .samples import look_at_samples, nodes
@@ -160,7 +161,8 @@ def _look_at_hooks(call: Call, split: set[str]) -> None:
     virtual = call.plan.virtual
     in_turn = virtual is not None and virtual.axis in call.over
     for argument in call.arguments:
-        if argument.primal is None or not torch_private.hooks_gradient(argument.primal):
+        primal = argument.primal
+        if type(primal) not in (Tensor, nn.Parameter) or not hooks_gradient(primal):  # a tracked batch shows no hooks
             continue
         parts = "each virtual shard" if in_turn else "this rank's samples, times their share of the batch"
         problem = f"{call.name} registers a hook for a parameter's gradient, which gets that of {parts}"
