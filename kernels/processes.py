@@ -181,7 +181,7 @@ def _control_groups(controller: str, proc: str, mounted: str) -> list[tuple[int,
         The version (1 or 2), and the folder that has the group's files, if it is mounted, from the innermost group on.
     """
     found = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or none that can be read
         for line in Path(proc).read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
@@ -241,7 +241,8 @@ def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
             if most < of_host:  # version 1 has a large number for no limit
                 # Pages of files that were read count as used, but make room for others.
                 cached = _field_of(folder / "memory.stat", "total_inactive_file" if version == 1 else "inactive_file")
-                found = max(0, min(found, most - _number_in(folder / f"memory.{used}") + cached))
+                # They are counted at another time than all, and so may be more.
+                found = min(found, max(0, most - max(0, _number_in(folder / f"memory.{used}") - cached)))
     return found
 
 

@@ -143,6 +143,9 @@ class Net:
         self._storages: dict[int, tuple[Any, Varying]] = {}  # the first entry keeps the address from being reused
         self._paused = 0
 
+    def __deepcopy__(self, memo: Any) -> Net:  # with a tensor that it has a note on; a copy would free storages twice
+        return self
+
     def of(self, tensor: Any) -> Varying:
         """How a tensor may differ."""
         own = getattr(tensor, "_spmd_varying", None)
@@ -252,8 +255,7 @@ def active() -> Net | None:
 @contextlib.contextmanager
 def activate(net: Net | None) -> Iterator[None]:
     """Make `net` the active one."""
-    before = active()
-    _nets.net = net
+    before, _nets.net = _nets.net, net
     try:
         yield
     finally:
@@ -298,9 +300,7 @@ def varying_number(value: int, axes: Iterable[str]) -> int:
         return value
     net.asked = True
     axes = net.axes & set(axes)
-    if not axes:
-        return value
-    return _number(value, joined([Varying(dict.fromkeys(axes, "axis_index"))]))
+    return _number(value, joined([Varying(dict.fromkeys(axes, "axis_index"))])) if axes else value
 
 
 def plain_number(value: Any) -> Any:

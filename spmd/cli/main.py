@@ -154,11 +154,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(MEETING)))
     has_meeting = any(getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ for name in MEETING)
     options.standalone = options.standalone or not has_meeting
-    once = options.nproc_per_node == "1" and options.max_restarts == 0  # who starts again finds nothing left to read
+    # Who starts again finds nothing left to read, and so do ranks of a job that grows.
+    once = (options.nproc_per_node, options.max_restarts) == ("1", 0) and len({*options.nnodes.split(":")}) == 1
     if options.training_script == "-" and not options.no_python and not once:
         parser.error(
-            "the script can come from standard input if one rank reads it once (-n 1, no --max-restarts): write it to "
-            "a file"
+            "the script can come from standard input if one rank reads it once (-n 1, no --max-restarts, --nnodes of "
+            "one number): write it to a file"
         )
     return options
 

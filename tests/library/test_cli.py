@@ -156,7 +156,11 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"expected a number, at least 1, got '{count}'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["-n", "2"], ["-n", "1", "--max-restarts", "1"]], ids=["ranks", "restarts"])
+@pytest.mark.parametrize(
+    "options",
+    [["-n", "2"], ["-n", "1", "--max-restarts", "1"], ["-n", "1", "--nnodes", "1:2"]],
+    ids=["ranks", "restarts", "a job that grows"],
+)
 def test_a_script_on_standard_input_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One rank would read it all, and wait for the others until the timeout; a rank started again would do nothing."""
     with pytest.raises(SystemExit) as caught:

@@ -129,6 +129,7 @@ def memory_files(group: str, limit: str, used: int, cached: int, kills: int) -> 
     ("proc", "files", "available", "kills"),
     [
         ("0::/\n", memory_files(".", "5000", 4000, 100, 3), 1100, 3),  # a container sees its own group only
+        ("0::/a\n", memory_files("a", "5000", 100, 400, 0), 5000, 0),  # counted later than what is used in all
         ("0::/a/b\n", memory_files("a/b", "9000", 0, 0, 2) | memory_files("a", "5000", 4000, 0, 8), 1000, 2),
         ("0::/a/b\n", memory_files("a/b", "max", 0, 0, 0) | memory_files("a", "5000", 6000, 0, 8), 0, 0),
         ("4:cpu:/x\n3:memory:/docker/f00\n0::/\n", memory_files("memory", "5000", 4000, 200, 4), 1200, 4),
@@ -139,7 +140,7 @@ def memory_files(group: str, limit: str, used: int, cached: int, kills: int) -> 
             1,
         ),
     ],
-    ids=["container", "nested", "no limit within", "version 1", "nested, version 1"],
+    ids=["container", "more cached than used", "nested", "no limit within", "version 1", "nested, version 1"],
 )
 def test_the_memory_that_a_container_gets(
     proc: str, files: dict[str, str], available: int, kills: int, tmp_path: Path
@@ -149,8 +150,9 @@ def test_the_memory_that_a_container_gets(
     assert memory_kills(*where) == kills
 
 
-def test_memory_where_nothing_limits_it(tmp_path: Path) -> None:
-    where = groups(tmp_path, "0::/a\n", {"memory.stat": "anon 7\n"})
+@pytest.mark.parametrize("proc", ["0::/a\n", "0::/a:b\n0::/../..\n", "\n"], ids=["v2", "odd names", "no group"])
+def test_memory_where_nothing_limits_it(proc: str, tmp_path: Path) -> None:
+    where = groups(tmp_path, proc, {"memory.stat": "anon 7\n"})
     assert 1 << 20 < available_bytes(*where) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory_kills(*where) >= 0
 

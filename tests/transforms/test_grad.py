@@ -1,4 +1,5 @@
 import concurrent.futures
+import copy
 import doctest
 import functools
 import mmap
@@ -1141,6 +1142,22 @@ def test_an_error_in_the_function_leaves_the_next_gradient_whole(shared_mesh):
         return five_numbers()
 
     assert shared_mesh({"data": 2}).run(body)[0] == [4.0, 8.0, 4.0, 4.0, 3.0]
+
+
+def test_copies_of_gradients_made_in_a_step(shared_mesh):
+    """As a program makes with copy.deepcopy; that of what a step notes on them ended the ranks by SIGSEGV."""
+    params = {"w": torch.ones(3), "frozen": nn.Parameter(torch.ones(256, 256), requires_grad=False)}
+
+    @spmd(mesh=shared_mesh({"data": 2}))
+    @data_parallel
+    def step(params, batch):
+        grads = grad(lambda params, batch: (batch @ params["w"]).mean())(params, batch)
+        return grads, copy.deepcopy(grads)
+
+    for _ in range(3):
+        grads, copies = step(params, torch.arange(12.0).view(4, 3))
+        for name in params:
+            assert torch.equal(copies[name].full(), grads[name].full())
 
 
 def test_inference_mode_is_refused() -> None:
