@@ -1,8 +1,9 @@
 """Temporary folders of commands. What a killed command has left is removed by the next one.
 
 A command holds a lock on its folder, and the kernel takes that back however the command ends. A number of a process
-would not do: in containers that share a folder it means different processes. Invariant: a folder that is removed
-belongs to this user, and nobody holds its lock.
+would not do: in containers that share a folder it means different processes. Where hosts share a folder, a lock may be
+seen on its own host only, so a name tells which start of which kernel made it. Invariant: a folder that is removed
+belongs to this user, was made under this kernel, and nobody holds its lock.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # another after each start of the kernel
+
 
 @contextlib.contextmanager
 def temporary_folder(command: str) -> Iterator[Path]:
-    """A folder, `spmd-run-locked-...` for the command "run", for as long as the block runs."""
-    prefix = f"spmd-{command}-locked-"  # those of earlier versions, which have no lock, are let be
+    """A folder, `spmd-run-...` for the command "run", for as long as the block runs."""
+    prefix = f"spmd-{command}-{BOOT.read_text()[:8]}-"  # those of earlier versions, which have no lock, are let be
     _remove_left(prefix)
     try:
         made = Path(tempfile.mkdtemp(prefix="spmd-new-"))

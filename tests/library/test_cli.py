@@ -113,10 +113,13 @@ def test_temporary_files_are_gone(status: int, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_command_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    (tmp_path / "spmd-run-locked-theirs").mkdir()
+    here = f"spmd-run-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+    theirs, link, elsewhere = (tmp_path / name for name in (f"{here}-theirs", f"{here}-link", "spmd-run-0-elsewhere"))
+    theirs.mkdir()
     if os.geteuid() == 0:
-        os.chown(tmp_path / "spmd-run-locked-theirs", 65534, 65534)
-    (tmp_path / "spmd-run-locked-link").symlink_to(tmp_path)
+        os.chown(theirs, 65534, 65534)
+    link.symlink_to(tmp_path)
+    elsewhere.mkdir()  # of another host, whose lock may not be seen here
     with contextlib.ExitStack() as stack:
         runs, of_each = [], []
         for _ in range(2):
@@ -131,9 +134,9 @@ def test_what_a_killed_command_left_is_removed_by_the_next(tmp_path: Path) -> No
         assert of_each[0] and all(map(Path.exists, of_each[0]))
         last = run("-m", "spmd", "run", "-n", "1", "--no-python", "true", env={"TMPDIR": str(tmp_path)})
         assert last == (0, "", "")
-        left = of_each[1] | {tmp_path / "spmd-run-locked-link"}
+        left = of_each[1] | {link, elsewhere}
         if os.geteuid() == 0:
-            left.add(tmp_path / "spmd-run-locked-theirs")
+            left.add(theirs)
         assert set(tmp_path.iterdir()) == left
         assert alive.communicate("\n", timeout=HANGS) == ("", "") and alive.returncode == 0
         assert set(tmp_path.iterdir()) == left - of_each[1]
