@@ -241,14 +241,9 @@ def has_step_hooks() -> bool:
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def hooks_gradient(tensor: Tensor) -> bool:
-    """Whether `tensor.register_hook` was called. Public way: none; hooks can be registered and removed, not listed."""
-    return bool(tensor._backward_hooks)
-
-
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether hooks for a tensor's gradient are registered. Public way: none; they can be registered, not listed."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+def has_hooks(tensor: Tensor, *, accumulated: bool = True) -> bool:
+    """Whether hooks for a tensor's gradient, or its `accumulated` one, are registered. Public way: none; not listed."""
+    return bool(tensor._backward_hooks or (accumulated and tensor._post_accumulate_grad_hooks))
 
 
 def in_torch_func() -> bool:

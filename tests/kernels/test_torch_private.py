@@ -188,9 +188,9 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x)
         handle = register(x, lambda _: None)
         assert torch_private.has_hooks(x)
-        assert torch_private.hooks_gradient(x) == (register is torch.Tensor.register_hook)
+        assert torch_private.has_hooks(x, accumulated=False) == (register is torch.Tensor.register_hook)
         handle.remove()
-        assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
+        assert not torch_private.has_hooks(x) and not torch_private.has_hooks(x, accumulated=False)
 
 
 def in_torch_func() -> None:

@@ -160,7 +160,7 @@ def _look_at_hooks(call: Call, split: set[str]) -> None:
     virtual = call.plan.virtual
     in_turn = virtual is not None and virtual.axis in call.over
     for argument in call.arguments:
-        if argument.primal is None or not torch_private.hooks_gradient(argument.primal):
+        if argument.primal is None or not torch_private.has_hooks(argument.primal, accumulated=False):
             continue
         parts = "each virtual shard" if in_turn else "this rank's samples, times their share of the batch"
         problem = f"{call.name} registers a hook for a parameter's gradient, which gets that of {parts}"
