@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -49,6 +50,9 @@ def call_site() -> str:
 
 
 _FAULTS = (AssertionError, AttributeError, LookupError, NameError, TypeError)  # which no check of ours raises
+_PASS_ON = ("__torch_function__", "__torch_dispatch__")  # functions of ours that run what a program calls of torch
+# A function that could not be called is one of the program's, as a loss of other arguments: mypy sees to ours.
+_MISFIT = re.compile(r"\S+\(\) (missing|takes|got) ")
 
 
 def hide_our_frames(error: BaseException) -> BaseException:
@@ -91,9 +95,11 @@ def users_frames(error: BaseException) -> TracebackType | None:
 def _is_fault(error: BaseException, traceback: Sequence[TracebackType]) -> bool:
     """Whether it looks like a fault of this library: Python's own error, in a function of ours that has begun."""
     on_purpose = isinstance(error, SpmdError) or error.__suppress_context__  # raised `from` something
-    if on_purpose or not isinstance(error, _FAULTS):
+    if on_purpose or not isinstance(error, _FAULTS) or len(traceback) < 2:
         return False
-    return len(traceback) > 1 and is_our_file(traceback[-1].tb_frame.f_code.co_filename)
+    code = traceback[-1].tb_frame.f_code
+    misfits = isinstance(error, TypeError) and _MISFIT.match(str(error))
+    return is_our_file(code.co_filename) and code.co_name not in _PASS_ON and not misfits
 
 
 def public(f: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPPER_UPDATES) -> F:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 from . import _dropped, _trace
@@ -104,7 +104,7 @@ class Spmd(Transformable):
         self._f, self._mesh, self._in_specs, self._out_specs = f, mesh, in_specs, out_specs
         self._name = _name_of(f)
         self._signature = _signature_of(f)
-        several = isinstance(donate, list | tuple | set | frozenset)
+        several = isinstance(donate, Iterable) and not isinstance(donate, str)
         self._donate: tuple[Any, ...] = () if donate is None else tuple(donate) if several else (donate,)
         self._check = check
         for name in self._donate:

@@ -456,6 +456,8 @@ def test_what_is_no_mistake(mesh: Mesh) -> None:
     assert mesh.run(int, ranks=np.arange(2)) == [0, 0]
     assert mesh.submit(int, rank=np.int64(1)).result() == 0
     assert torch.equal(spmd.spmd(lambda x: x + 1, mesh=mesh, donate=None)(X).full(), X + 1)
+    for names in ({"x": X}.keys(), iter(["x"])):
+        assert torch.equal(spmd.spmd(lambda x: x + 1, mesh=mesh, donate=names)(X).full(), X + 1)
     assert put({"x": X, "y": X}, {"x": P("data"), "y": None}, mesh=mesh)["x"].spec == P("data")
     assert put({"x": X, "bias": None}, P("data"), mesh=mesh)["bias"] is None
     assert [*P("data", None, ("a", "b"))] == ["data", None, ("a", "b")] and P("data")[0] == "data" and bool(P())

@@ -132,7 +132,15 @@ PROGRAMS = {
     "a picture": lambda mesh: visualize(3, mesh=mesh),
     "a backend": lambda mesh: register_backend("auto", print),
     "a job": lambda mesh: initialize("0", 2),
+    # Python's and torch's errors about what the program calls, of which the last frame is one of ours:
+    "a row in a step": lambda mesh: spmd(lambda x: x[99], mesh=mesh)(X),
+    "a row in a loss": lambda mesh: _step(lambda params, batch: batch[99].sum(), mesh)(PARAMS, X),
+    "a loss's arguments": lambda mesh: _step(lambda params, batch, more: batch.sum(), mesh)(PARAMS, X),
 }
+
+
+def _step(loss: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    return spmd(data_parallel(lambda params, batch: value_and_grad(loss)(params, batch)), mesh=mesh)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
