@@ -88,7 +88,7 @@ def _operators(*names: str) -> Any:
 
     def method(name: str) -> Any:
         def operator(self: Array, *others: Any) -> Any:
-            return _operated(getattr(torch.Tensor, name), self, *others)
+            return _operating().operate(getattr(torch.Tensor, name), (self, *others), {})
 
         operator.__name__ = name
         return public(operator)

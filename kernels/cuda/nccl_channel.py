@@ -177,7 +177,7 @@ class Channel:
                 self.watch.check_peers()
                 self._connection.check_async_error()
                 self.pairs.check_async_error()
-                if time.monotonic() - waits[1] > self.timeout:
+                if nccl_watchdog.seconds_since(waits[1]) > self.timeout:
                     raise self.silence(waits[0])
             except Aborted as error:
                 if inside is not None or oldest is None or not self._spared():

@@ -13,6 +13,8 @@ import time
 import weakref
 from typing import Protocol
 
+from ..waiting import STOOD_STILL_SECONDS
+
 SECONDS = 0.05
 
 
@@ -28,6 +30,7 @@ _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 _cut_short = math.inf
+_stops: tuple[tuple[float, float], ...] = ()  # until when this process was stopped, and for how many seconds
 
 
 def watch(communicator: Watched) -> None:
@@ -43,6 +46,11 @@ def watch(communicator: Watched) -> None:
 def unwatch(communicator: Watched) -> None:
     with _lock:
         _watched.discard(communicator)
+
+
+def seconds_since(moment: float) -> float:
+    """The seconds since a moment (`time.monotonic`), without those in which this process was stopped."""
+    return time.monotonic() - moment - sum(seconds for until, seconds in _stops if until > moment)
 
 
 def note_cut_short(since: float) -> None:
@@ -71,9 +79,13 @@ def settled(*, at_once: bool) -> float:
 
 
 def _look() -> None:
-    global _thread
+    global _thread, _stops
     while True:
+        before = time.monotonic()
         time.sleep(SECONDS)
+        now = time.monotonic()
+        if now - before > STOOD_STILL_SECONDS:
+            _stops = (*_stops[-7:], (now, now - before))
         with _lock:
             if not _watched:
                 _thread = None

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -827,6 +828,30 @@ def test_timeout_ends_it(make_comm: Alone) -> None:
     with pytest.raises(PeerLost, match=r"broadcast float32\[1\] \(src=0\) on rank 0 was not over after 0.1 s"):
         comm.check()
     assert "was not over" in "".join(comm._watch.aborted().values())  # the other ranks are told
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    make_comm: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice a clock jumps while the watchdog sleeps, as if the process had been stopped then."""
+    comm = make_comm()
+    gone, stops, looks = [0.0], [1e3, 1e3], [0]
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if threading.current_thread().name == "spmd-nccl-watchdog" and comm.streams.stuck:
+            looks[0] += 1
+            gone[0] += stops.pop() if stops else 0.0
+
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + gone[0], sleep=sleep)
+    monkeypatch.setattr(nccl_watchdog, "_stops", ())  # what other tests must not find
+    for module in (nccl_channel, nccl_watchdog):
+        monkeypatch.setattr(module, "time", clock)
+    stuck(comm, timeout=100.0)
+    until(lambda: looks[0] > 4)
+    comm.check()
+    comm.set_timeout(0.1)
+    until(lambda: ("abort",) in log_of(comm))
 
 
 def test_timeout_that_is_set_later(make_comm: Alone) -> None:
