@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from . import _dropped, _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
@@ -30,26 +30,30 @@ from .transforms import Transformable, in_gradient, parallel_step
 CHECKS = ("first", "always", "never")
 
 
-@overload
-def spmd(
-    f: Callable[..., Any],
-    *,
-    mesh: Mesh | None = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    donate: str | Sequence[str] = (),
-    check: str = "first",
-) -> Callable[..., Any]: ...
-@overload
-def spmd(
-    f: None = None,
-    *,
-    mesh: Mesh | None = None,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    donate: str | Sequence[str] = (),
-    check: str = "first",
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+if TYPE_CHECKING:  # typing would keep them, and with them this module, beyond the end of the program
+
+    @overload
+    def spmd(
+        f: Callable[..., Any],
+        *,
+        mesh: Mesh | None = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        donate: str | Sequence[str] = (),
+        check: str = "first",
+    ) -> Callable[..., Any]: ...
+    @overload
+    def spmd(
+        f: None = None,
+        *,
+        mesh: Mesh | None = None,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        donate: str | Sequence[str] = (),
+        check: str = "first",
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
 @public
 def spmd(
     f: Callable | None = None,

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
@@ -30,26 +30,30 @@ from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@overload
-def data_parallel(
-    f: F,
-    *,
-    axis: str | tuple[str, ...] = "data",
-    batch: str = "batch",
-    shards: int | None = None,
-    bucket_mb: float = 25.0,
-    wire_dtype: torch.dtype | None = None,
-) -> F: ...
-@overload
-def data_parallel(
-    f: None = None,
-    *,
-    axis: str | tuple[str, ...] = "data",
-    batch: str = "batch",
-    shards: int | None = None,
-    bucket_mb: float = 25.0,
-    wire_dtype: torch.dtype | None = None,
-) -> Callable[[F], F]: ...
+if TYPE_CHECKING:  # typing would keep them, and with them this module, beyond the end of the program
+
+    @overload
+    def data_parallel(
+        f: F,
+        *,
+        axis: str | tuple[str, ...] = "data",
+        batch: str = "batch",
+        shards: int | None = None,
+        bucket_mb: float = 25.0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> F: ...
+    @overload
+    def data_parallel(
+        f: None = None,
+        *,
+        axis: str | tuple[str, ...] = "data",
+        batch: str = "batch",
+        shards: int | None = None,
+        bucket_mb: float = 25.0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Callable[[F], F]: ...
+
+
 @public
 def data_parallel(
     f: Callable | None = None,
