@@ -63,9 +63,8 @@ class P:
         axes = [name for dim in range(len(normal)) for name in self.dim_axes(dim)]
         for name in axes:
             if axes.count(name) > 1:
-                raise SpecError(
-                    f"P names axis {name!r} twice", got=repr(self), remedy="an axis can cut one dimension only"
-                )
+                remedy = "an axis can cut one dimension only"
+                raise SpecError(f"P names axis {name!r} twice", got=repr(self), remedy=remedy)
         object.__setattr__(self, "axes", frozenset(axes))
         object.__setattr__(self, "_hash", hash(self.entries))
 
@@ -147,6 +146,13 @@ def split_sizes(length: int, parts: int) -> list[int]:
     """
     each, longer = divmod(length, parts)
     return [each + (index < longer) for index in range(parts)]
+
+
+def block_of(length: int, parts: int, index: int) -> range:
+    """Which of `length` things are in one of the blocks of `split_sizes`, of which there may be any number."""
+    each, longer = divmod(length, parts)
+    start = index * each + min(index, longer)
+    return range(start, start + each + (index < longer))
 
 
 RAGGED = -1
@@ -339,7 +345,6 @@ def _slices(layout: Layout, shape: tuple[int, ...], spec: P, rank: int) -> tuple
     index = []
     for dim in range(len(spec.entries)):
         axes = spec.dim_axes(dim)
-        blocks = split_sizes(shape[dim], layout.parts(axes))
-        part = layout.part(rank, axes)
-        index.append(slice(sum(blocks[:part]), sum(blocks[: part + 1])))
+        block = block_of(shape[dim], layout.parts(axes), layout.part(rank, axes))
+        index.append(slice(block.start, block.stop))
     return tuple(index)

@@ -20,7 +20,7 @@ from ..kernels.callsite import public
 from ..kernels.errors import SpecError, no_attribute
 from ..mesh.display import drawing
 from ..mesh.mesh import nearest
-from ..mesh.spec import Layout
+from ..mesh.spec import Layout, block_of
 from ._feistel import derive_key, permute
 
 _LONGEST = 2**63 - 1  # ids are torch.int64
@@ -157,10 +157,9 @@ class Sampler:
         count = min(self.batch_size, self.length - first)
         if shards is None:
             return _strided(first, count, rank, size)
-        each, longer = divmod(shards, size)  # as `split_sizes`, for any number of ranks
-        start, end = (at * each + min(at, longer) for at in (rank, rank + 1))
+        owned = block_of(shards, size, rank)
         # Shards from `count` on are empty: `shards` may be any number.
-        mine = [_strided(first, count, shard, shards) for shard in range(start, min(end, count))]
+        mine = [_strided(first, count, shard, shards) for shard in range(owned.start, min(owned.stop, count))]
         return np.concatenate([np.empty(0, dtype=np.uint64), *mine])
 
     def grids(self, layout: Layout | None, epoch: int, shards: int | None = None) -> tuple[list[drawing.Grid], int]:

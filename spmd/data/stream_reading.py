@@ -16,7 +16,7 @@ from typing import Any
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
 from ..mesh.rank.session import RankSession
-from ..mesh.spec import split_sizes, strided_sizes
+from ..mesh.spec import block_of, split_sizes, strided_sizes
 from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import PartReader, described, joined, without_samples
@@ -68,9 +68,7 @@ class StreamReader(PartReader):
         self, session: RankSession, axis: str, run: int, epoch: int, step: int, base: Base
     ) -> tuple[Any, list[Any], list[OutputMeta], Counts]:
         parts, mine = session.layout.axes[axis], session.layout.coords(session.rank)[axis]
-        owned = split_sizes(self.count, parts)
-        first = sum(owned[:mine])
-        streams = tuple(range(first, first + owned[mine]))
+        streams = tuple(block_of(self.count, parts, mine))
         if self._ahead[0]:
             counts, batches = self._asked_before(run, epoch, step, streams, base)
         else:

@@ -162,9 +162,8 @@ def _look_at_hooks(call: Call, split: set[str]) -> None:
     in_turn = virtual is not None and virtual.axis in call.over
     for argument in call.arguments:
         primal = argument.primal
-        if primal is None or type(primal) not in (Tensor, nn.Parameter):  # a tracked batch does not show its hooks
-            continue
-        if not hooks_gradient(primal):
+        # A batch that is tracked does not show its hooks.
+        if primal is None or type(primal) not in (Tensor, nn.Parameter) or not hooks_gradient(primal):
             continue
         parts = "each virtual shard" if in_turn else "this rank's samples, times their share of the batch"
         problem = f"{call.name} registers a hook for a parameter's gradient, which gets that of {parts}"
