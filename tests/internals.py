@@ -315,7 +315,7 @@ def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list
         message = protocol.decode(unframed(b"".join(content)).head)
         sent.append((f"{type(message).__name__} {message.task}", ranks))
 
-    gathering = Gathering(send, lambda ranks, content, done: send(ranks, content))
+    gathering = Gathering(send)
     for task, ranks in due.items():
         message = protocol.PassThrough(task, task, (), ())
         gathering.expect(wire.Packet(b"", head=protocol.encode(message)), ranks)
@@ -445,18 +445,6 @@ def ask_while_ranks_start(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(rank_host.RankHost, "asked", asked_twice)
     monkeypatch.setattr(rank_host, "_ANSWER_SECONDS", 100 * HANGS)
-
-
-def relays_beyond(hosts: int) -> contextlib.AbstractContextManager:
-    """Meshes that are made within the block have relays if they have more hosts than this."""
-    from spmd.mesh.hosts.relaying import tree
-
-    return mock.patch.object(tree, "DIRECT_HOSTS", hosts)
-
-
-def with_relays(mesh: Any) -> list[int]:
-    """Which of a mesh's hosts have a relay now."""
-    return [place for place, host in enumerate(mesh.driver.ranks._hosts) if host.ordered._relayed]
 
 
 @contextlib.contextmanager

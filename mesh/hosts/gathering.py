@@ -29,28 +29,18 @@ class Gathering:
 
     Args:
         send: sends a packet of one or several ranks, in pieces of bytes.
-        answer: sends an answer to a task of all hosts; the last argument is the task if all ranks of this host have
-            now answered it, else 0.
     """
 
-    def __init__(
-        self,
-        send: Callable[[tuple[int, ...], Sequence[bytes]], None],
-        answer: Callable[[tuple[int, ...], Sequence[bytes], int], None],
-    ):
-        self._send, self._answer = send, answer
-        self._everywhere: set[int] = set()  # tasks of all hosts
+    def __init__(self, send: Callable[[tuple[int, ...], Sequence[bytes]], None]):
+        self._send = send
         self._due: dict[int, set[int]] = {}  # task -> ranks that have not answered
         self._held: dict[int, dict[bytes, list[int]]] = {}  # task -> answer -> ranks that gave it
         self._since = 0.0  # since when the first of them is held
 
-    def expect(self, packet: wire.Packet, ranks: Sequence[int], everywhere: bool = False) -> None:
-        """Note a packet that is about to be sent to ranks, and whether it goes to all hosts."""
-        several = len(ranks) > 1 or everywhere
-        if several and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Task):
+    def expect(self, packet: wire.Packet, ranks: Sequence[int]) -> None:
+        """Note a packet that is about to be sent to ranks."""
+        if len(ranks) > 1 and isinstance(msg := ranks_protocol.decode(packet.head), ranks_protocol.Task):
             self._due[msg.number] = set(ranks)
-            if everywhere:
-                self._everywhere.add(msg.number)
 
     def take(self, rank: int, packet: wire.Packet) -> None:
         """Take a packet from a rank; the caller may close it afterwards."""
@@ -76,25 +66,15 @@ class Gathering:
         for due in self._due.values():
             due.discard(rank)
         self._due = {task: due for task, due in self._due.items() if due}
-        self._everywhere &= self._due.keys()
 
     def _complete(self, task: int) -> None:
         del self._due[task]
         for other in sorted(self._held):
             if other <= task:
                 self._let_go(other)
-        self._everywhere.discard(task)
 
     def _let_go(self, task: int) -> None:
-        *others, last = self._held.pop(task).items()
-        for content, ranks in others:
-            self._let_go_of(task, ranks, content, 0)
-        self._let_go_of(task, last[1], last[0], 0 if task in self._due else task)
-
-    def _let_go_of(self, task: int, ranks: list[int], content: bytes, done: int) -> None:
-        if task in self._everywhere:
-            self._answer(tuple(ranks), (content,), done)
-        else:
+        for content, ranks in self._held.pop(task).items():
             self._send(tuple(ranks), (content,))
 
     def flush(self) -> None:

@@ -42,7 +42,6 @@ from .gathering import Gathering
 from .holder import Holder
 from .link import GREETING_SECONDS, Link, greet_driver, listener, mesh_key
 from .protocol import versions
-from .relaying.branch import Branch
 from .tunnel import Tunnel
 
 
@@ -62,10 +61,7 @@ class Host:
         self._arena_fd = arena_module.create(len(begin.ranks))
         self._arena = Arena(self._arena_fd, len(begin.ranks), len(begin.ranks))
         self._ranks: dict[int, Rank] = {}
-        self._branch = Branch(link, address, self._request.key, len(begin.ranks), self._sockets.selector, self.handle)
-        self._gathering = Gathering(
-            lambda ranks, content: self._branch.send(protocol.FromRanks(ranks), *content), self._branch.answer
-        )
+        self._gathering = Gathering(lambda ranks, content: link.send(protocol.FromRanks(ranks), *content))
         # Where other hosts call objects of a rank; kept for a rank's replacement, as long as this process runs.
         self._heard = {number: listener(address) for number in begin.ranks}
         for one in self._heard.values():
@@ -91,13 +87,13 @@ class Host:
             for rank in forked:
                 rank.signal(signal.SIGKILL)
                 rank.close()
-            self._branch.send(protocol.Refused(f"{type(error).__name__}: {error}"))
+            self._link.send(protocol.Refused(f"{type(error).__name__}: {error}"))
             return
         for rank in forked:
             self._ranks[rank.rank] = rank
             self._sockets.add(rank)
         started = tuple((rank.rank, rank.pid, self._heard[rank.rank].getsockname()[1]) for rank in forked)
-        self._branch.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
+        self._link.send(protocol.Started(started, 0 if self._holder is None else self._holder.port))
 
     def serve(self) -> None:
         """Serve until the connection to the driver ends."""
@@ -108,10 +104,9 @@ class Host:
                     return
             if self._gathering.left() == 0:
                 self._gathering.flush()
-            self._branch.tick()
 
     def _left(self) -> float | None:
-        left = min(self._gathering.left(), self._branch.left())
+        left = self._gathering.left()
         return None if left == float("inf") else left
 
     # -- from the driver -----------------------------------------------------------------------------------------------
@@ -125,10 +120,9 @@ class Host:
     def handle(self, message: Any, content: bytes) -> None:
         if isinstance(message, protocol.ToRanks):
             packet = self._laid_out(unframed(content))
-            ranks = message.ranks or self._members
-            self._gathering.expect(packet, [number for number in ranks if self._ranks[number].alive], not message.ranks)
+            self._gathering.expect(packet, [number for number in message.ranks if self._ranks[number].alive])
             parts = wire.frame(packet)
-            for number in ranks:
+            for number in message.ranks:
                 rank = self._ranks[number]
                 if rank.alive and not self._send(rank, packet, parts):
                     self._sockets.when_writable(rank)
@@ -136,10 +130,8 @@ class Host:
         elif isinstance(message, protocol.Signal):
             self._ranks[message.rank].signal(message.number)
         elif isinstance(message, protocol.Abort):
-            self._branch.resend()
             self._arena.abort(message.why)
         elif isinstance(message, protocol.BeginAnew):
-            self._branch.resend()
             self._request = dataclasses.replace(self._request, generation=message.generation)
             self._clear(message.generation)
             dead = [number for number in self._members if not self._ranks[number].alive]
@@ -147,25 +139,22 @@ class Host:
                 self._ranks[number].close()
             self.start(dead)
         elif isinstance(message, protocol.Ask):
-            self._branch.resend()
-            self._branch.send(self._report(message))
+            self._link.send(self._report(message))
         elif isinstance(message, protocol.Carried):
             if self._tunnel is not None:
                 self._tunnel.carry(message, content)
         elif isinstance(message, protocol.ListCopies):
-            self._branch.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
+            self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
         elif isinstance(message, protocol.Offer):
             if self._offered is not None:
                 self._offered.close()
             key = mesh_key(self._secret, message.number)
             self._offered = Offered(self._request.address, key, self._arena, self._members)
-            self._branch.send(protocol.Offered(self._offered.port))
+            self._link.send(protocol.Offered(self._offered.port))
         elif isinstance(message, protocol.DropGiven):
             for call in message.calls:
                 if (result := self._given.pop(call, None)) is not None:
                     self._arena.given.drop(result)
-        else:
-            self._branch.handle(message, content)
 
     def _send(self, rank: Rank, packet: wire.Packet, parts: list[memoryview]) -> bool:
         """Send a packet; whether all of it is on its way."""
@@ -216,7 +205,7 @@ class Host:
 
     def _show(self, rank: Rank) -> None:
         for stream, data in self._sockets.output_of(rank) if rank.has_printed() else ():
-            self._branch.send(protocol.Printed(rank.rank, stream), data)
+            self._link.send(protocol.Printed(rank.rank, stream), data)
 
     def _bury(self, rank: Rank) -> None:
         self._take(rank, rank.last_answers())
@@ -225,11 +214,10 @@ class Host:
         how = rank.end_text()
         rank.alive = False
         self._gathering.lose(rank.rank)
-        self._branch.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
+        self._link.send(protocol.Died(rank.rank, how, self._arena.region(self._members.index(rank.rank))[0]))
 
     def close(self) -> None:
         """End the ranks."""
-        self._branch.close()
         for serving in (self._holder, self._offered):
             if serving is not None:
                 serving.close()

@@ -72,14 +72,14 @@ class Refused(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToRanks(Message):
-    """To a host: pass the content, a packet, to these of its ranks; () if it goes to all ranks of all hosts."""
+    """To a host: pass the content, a packet, to these of its ranks."""
 
     ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FromRanks(Message):
-    """From a host: the content is a framed packet that each of these ranks has sent; if none are given, all of them."""
+    """From a host: the content is a framed packet that each of these ranks has sent."""
 
     ranks: tuple[int, ...]
 
@@ -236,95 +236,14 @@ class PartsSent(Message):
     sizes: tuple[tuple[int, int], ...]
 
 
-# -- over relays, where hosts are many: see `relaying` -----------------------------------------------------------------
-@dataclasses.dataclass(frozen=True, slots=True)
-class OpenRelay(Message):
-    """To a host: be a relay for hosts that will connect."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Relaying(Message):
-    """From a host: it is a relay now, and listens at this port."""
-
-    port: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DialRelay(Message):
-    """To a host: use the relay that listens there.
-
-    Attributes:
-        number: the number of this host's process for the relay and the driver.
-    """
-
-    address: str
-    port: int
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HasRelay(Message):
-    """From a host: from now on it has a relay, or has none any more."""
-
-    there: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Numbered(Message):
-    """Either way: a message with its place in the order; the content is that message's."""
-
-    number: int
-    encoded: bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Had(Message):
-    """Either way, an acknowledgement: messages up to this number were taken."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Forward(Message):
-    """To a relay: a message for itself, and for these hosts, as (host, the message's number for that host)."""
-
-    numbers: tuple[tuple[int, int], ...]
-    encoded: bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gathered(Message):
-    """From a host to its relay: a `Numbered` for the driver.
-
-    Attributes:
-        done: the task that all ranks of the host have now answered, 0 if none.
-    """
-
-    number: int
-    encoded: bytes
-    done: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bundle(Message):
-    """From a relay: messages of several hosts, with their contents one after another; equal contents come once.
-
-    Attributes:
-        groups: for each content its length, and the messages that have it, as (host, number, message).
-    """
-
-    groups: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse(Message):
-    """From a relay, as its first message and then regularly, and from a host to the driver: it is alive."""
+    """From a host to the driver, regularly: it is alive."""
 
 
 _codec = Codec(
     *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Report),
     *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
-    *(Offer, Offered, SendParts, PartsSent),
-    *(OpenRelay, Relaying, DialRelay, HasRelay, Numbered, Had, Forward, Gathered, Bundle, Pulse),
+    *(Offer, Offered, SendParts, PartsSent, Pulse),
 )
 encode, decode = _codec.encode, _codec.decode

@@ -7,7 +7,6 @@ answers to whoever has asked. Invariant: everything from a rank is put there in 
 from __future__ import annotations
 
 import functools
-import itertools
 import queue
 import socket
 import threading
@@ -25,12 +24,10 @@ from . import protocol
 from .coded import NotOfThisMesh, framed
 from .hearing import Inbox
 from .link import Link
-from .relaying.ordered import Ordered
 from .tunnel import Tunnel
 
 _ANSWER_SECONDS = 60.0  # for a host to fork ranks, or to answer another request
 SILENT_SECONDS = 30.0  # after which a host that sends no pulse counts as lost
-_numbers = itertools.count(1)
 
 
 class RemoteRank(Rank):
@@ -91,10 +88,7 @@ class RankHost:
         lost: why it can't be reached any more, "" as long as it can.
         copies: the address and port where it takes copies of other hosts' values.
         hears: rank -> the address and port where others call its objects.
-        ordered: sends messages for its ranks, and requests, in order.
         heard: when it last sent something (`time.monotonic`); infinite before its first pulse.
-        number: identifies the host's process; a replacement has another.
-        below: the hosts that it relays to, by number.
     """
 
     def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, inbox: Inbox):
@@ -108,7 +102,6 @@ class RankHost:
         self._asked: deque[queue.SimpleQueue[Any]] = deque()  # who waits for an answer, in the order of the requests
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self.ordered, self.number, self.below = Ordered(link, self._take), next(_numbers), dict[int, RankHost]()
 
     @property
     def begun(self) -> bool:
@@ -134,8 +127,7 @@ class RankHost:
                 answer.put(None)
             else:
                 self._asked.append(answer)
-                self.ordered.resend()
-                self.ordered.send(msg)
+                self.link.send(msg)
 
         def given() -> Any:
             try:
@@ -161,7 +153,7 @@ class RankHost:
             msg = protocol.encode(protocol.ToRanks(ranks))
             if len(ranks) == len(self._ranks):  # other sets of ranks are many, and rare
                 self._heads[ranks] = msg
-        self.ordered.send_encoded(msg, pieces)
+        self.link.send_encoded(msg, pieces)
 
     # -- for the thread that reads -------------------------------------------------------------------------------------
 
@@ -184,8 +176,7 @@ class RankHost:
 
     def _take(self, msg: Any, content: bytes) -> None:
         if isinstance(msg, protocol.FromRanks):
-            ranks = [self._ranks[rank] for rank in msg.ranks] if msg.ranks else list(self._ranks.values())
-            self.inbox.put("answer", ranks, content)
+            self.inbox.put("answer", [self._ranks[rank] for rank in msg.ranks], content)
         elif isinstance(msg, protocol.Pulse):
             self.heard = time.monotonic()
         elif isinstance(msg, protocol.Printed):
@@ -195,28 +186,8 @@ class RankHost:
         elif isinstance(msg, protocol.Carried):
             if self._tunnel is not None:
                 self._tunnel.carry(msg, content)
-        elif isinstance(msg, protocol.Numbered):
-            self.ordered.take(msg.number, msg.encoded, content)
-        elif isinstance(msg, protocol.Bundle):
-            self._take_apart(msg, content)
-        elif isinstance(msg, protocol.Had):
-            self.ordered.had(msg)
-        elif isinstance(msg, protocol.HasRelay):
-            self.ordered.use_relay(msg.there)
-        elif isinstance(msg, protocol.Relaying):
-            for number, host in self.below.items():
-                host.link.send(protocol.DialRelay(self.link.connection.getpeername()[0], msg.port, number))
         else:
             self._asked.popleft().put(self._started(msg) if isinstance(msg, protocol.Started) else msg)
-
-    def _take_apart(self, msg: protocol.Bundle, content: bytes) -> None:
-        start = 0
-        for nbytes, parts in msg.groups:
-            of_all, start = content[start : start + nbytes], start + nbytes
-            for number, at, one in parts:
-                host = self.below.get(number)
-                if host is not None and not host.lost:
-                    host.ordered.take(at, one, of_all)
 
     def _started(self, msg: protocol.Started) -> list[RemoteRank]:
         """Note the ranks, before anything from them is read."""

@@ -33,12 +33,10 @@ from .launchers import DialledHosts
 from .link import listener, mesh_key
 from .meeting import Dialling, Meeting
 from .rank_host import RankHost, Reading, RemoteRank
-from .relaying.tree import Tree
 
 START_SECONDS = 120.0  # for all hosts to come: importing torch from a slow disk takes long
 AGAIN_SECONDS = 30.0  # for a lost host to come back
 _LOST = "lost with its host"  # the status of a rank until it is replaced
-_TO_ALL = protocol.encode(protocol.ToRanks(()))
 _TRIES = 5  # to get all hosts back, if another one is lost meanwhile
 
 
@@ -78,7 +76,6 @@ class HostRanks(Ranks):
         self.all: list[Rank] = []
         self._hosts: list[RankHost] = []
         self._host_of: dict[int, RankHost] = {}
-        self._tree = Tree()
         self._dropped: deque[int] = deque()  # calls whose values in the hosts' memory can be freed
         self.bare: frozenset[int] = frozenset()
         self._store: dist.Store | None = None
@@ -98,7 +95,6 @@ class HostRanks(Ranks):
         for rank in self.all:
             self._started(rank)
         self._tell_where()
-        self._tree.grow(self._hosts)
 
     def _come(self, host_list: HostList, seconds: float) -> list[RankHost]:
         """Start hosts, and wait for them."""
@@ -154,10 +150,8 @@ class HostRanks(Ranks):
         dropped = tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
         if dropped:
             msg = protocol.encode(protocol.DropGiven(dropped))
-            for host in () if self._tree.send(msg, ()) else self._hosts:
-                host.ordered.send_encoded(msg, ())
-        if ranks is None and self._tree.send(_TO_ALL, pieces):
-            return []
+            for host in self._hosts:
+                host.link.send_encoded(msg, ())
         every = zip(self._hosts, self._members, strict=False)  # there are no hosts once this is closed
         for host, its in every if ranks is None else self._by_host(ranks):
             host.send_to(its, pieces)
@@ -223,7 +217,6 @@ class HostRanks(Ranks):
 
     def abort(self, why: str) -> None:
         for host in self._hosts:
-            host.ordered.resend()
             host.link.send(protocol.Abort(why))
 
     def begin_anew(self) -> list[int]:
@@ -262,7 +255,6 @@ class HostRanks(Ranks):
         self.inbox.forget(self.all)
         if bare:
             self._tell_where()
-            self._tree.grow(self._hosts)
         return [rank.rank for rank in started]
 
     def _start_again(self, indexes: list[int]) -> None:
@@ -306,7 +298,6 @@ class HostRanks(Ranks):
         for host in self._hosts:
             self.host_list.launcher.stop(host.handle)
         self._hosts.clear()
-        self._tree.grow(())
         self._store = None
 
 

@@ -40,7 +40,7 @@ class Serving:
     ):
         self._secret, self._name, self._listener = secret, name, listener(address)
         self.port: int = self._listener.getsockname()[1]
-        self._instead, self._most_strangers = welcome, most_strangers
+        self._welcome, self._most_strangers = welcome or self._serve, most_strangers
         self._strangers: collections.deque[socket.socket] = collections.deque()
         self._lock_of_strangers = threading.Lock()
         threading.Thread(target=self._accept, name=name, daemon=True).start()
@@ -68,9 +68,9 @@ class Serving:
         finally:
             with self._lock_of_strangers, contextlib.suppress(ValueError):
                 self._strangers.remove(connection)
-        (self._instead or self.welcome)(index, link)
+        self._welcome(index, link)
 
-    def welcome(self, rank: int, link: Link) -> None:
+    def _serve(self, rank: int, link: Link) -> None:
         try:
             with contextlib.suppress(NotOfThisMesh):
                 self.serve(rank, link)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from internals import gathered, taken
+from internals import gathered, links_sent_on, taken
 
 from spmd import Mesh, P, put, spmd
 
@@ -118,6 +118,14 @@ def test_what_was_printed_and_logged_before_comes_before(
         mesh.run(speak, turn)
         assert f"turn {turn}" in capsys.readouterr().out
         assert sum(record.getMessage().endswith(f"turn {turn}") for record in caplog.records) == 4
+
+
+def test_a_call_costs_the_driver_one_message_a_host(mesh: Mesh) -> None:
+    mesh.run(int)
+    with links_sent_on(mesh) as counts:
+        for _ in range(20):
+            mesh.run(int)
+    assert all(20 <= count <= 22 for count in counts)  # besides, values of before are needed no more
 
 
 def test_calls_under_way_keep_their_order(mesh: Mesh) -> None:
