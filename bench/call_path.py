@@ -3,7 +3,8 @@
     python bench/call_path.py
 
 The step is that of the README's program, on two ranks, its loss fetched; its arguments are of a kind seen before. A
-file counts once if any of its functions is entered (`sys.setprofile`), in the thread that calls.
+file counts once if any of its functions is entered (`sys.setprofile`), in the thread that calls; on a rank from the
+message's arrival to the wait for the next one.
 """
 
 from __future__ import annotations
@@ -49,12 +50,16 @@ def noted_on_rank(begin: bool) -> list[str]:
     """
     if not begin:
         sys.setprofile(None)
-        return sorted(spmd.bench_call_path)  # type: ignore[attr-defined]
-    found = spmd.bench_call_path = set[str]()  # type: ignore[attr-defined]
+        return sorted(spmd.bench_call_path[1])  # type: ignore[attr-defined]  # 0 and 2 are of the calls around it
+    found: list[set[str]] = [set()]  # by message
+    spmd.bench_call_path = found  # type: ignore[attr-defined]
 
     def note(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):
-            found.add(os.path.relpath(frame.f_code.co_filename, ROOT))
+            file = os.path.relpath(frame.f_code.co_filename, ROOT)
+            if file == "mesh/wire.py" and frame.f_code.co_name == "receive":
+                found.append(set())
+            found[-1].add(file)
 
     sys.setprofile(note)
     return []

@@ -71,10 +71,11 @@ def call(
     settings = ambient()
     if counted.thread.asked:
         counted.note_mesh(mesh)
-    session: Any = mesh.driver if mesh.is_driver else mesh.session
-    if mesh.is_driver and (resizing := session.resizing) is not None:
-        resizing.switch_if_ready()
-    if mesh.is_driver:
+    drives = mesh.is_driver
+    session: Any = mesh.driver if drives else mesh.session
+    if drives:
+        if (resizing := session.resizing) is not None:
+            resizing.switch_if_ready()
         session.shipped.follow_reloads()
     calls = session.calls.get(holder)
     if calls is None:
@@ -105,12 +106,12 @@ def call(
             spans = spans_of(leaves)
     is_donated = [leaf.donated for leaf in plan.leaves] if donates else ()
     try:
-        if mesh.is_driver:
+        if drives:
             session.raise_failure()  # an earlier call's, before this one gets its number
-        this = mesh.run_state.begin_call(program.name, counted=deal is None)
+        this = session.run_state.begin_call(program.name, counted=deal is None)
         key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
         try:
-            shipped = session.shipped.ship_program(source, program, holder) if mesh.is_driver else None
+            shipped = session.shipped.ship_program(source, program, holder) if drives else None
             if known is not None and known.shipped is shipped:
                 calls.renewals.count = 0
             else:
@@ -128,7 +129,7 @@ def call(
             assert known is not None
             results = known(leaves, spans, key, this, check=check)
         except BaseException:
-            mesh.run_state.fail_call(this)
+            session.run_state.fail_call(this)
             raise
     finally:  # a call that fails may have begun to overwrite what was donated
         if donates:

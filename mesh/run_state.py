@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..kernels.errors import PeerLost
 
@@ -38,6 +39,8 @@ class RunState:
     """One program's run on one mesh.
 
     Attributes:
+        turns: how many calls of @spmd functions this process has made, on any mesh.
+        begun: @spmd functions that were called since a checkpoint was last restored here.
         functions: name of an @spmd function that was called -> whether it is a data_parallel step.
         settings: name of a data_parallel step -> those of its options that change the bits, each variant once.
         resumed: the checkpoint that was restored and that the run goes on from.
@@ -45,7 +48,10 @@ class RunState:
         failed: when somebody last saw a call fail (`time.monotonic`); None once the run has gone on, or was resumed.
     """
 
+    turns: ClassVar[int] = 0
+
     def __init__(self) -> None:
+        self.begun: weakref.WeakSet[Any] = weakref.WeakSet()
         self.functions: dict[str, bool] = {}
         self.settings: dict[str, list[dict[str, Any]]] = {}
         self.resumed: Any = None
@@ -78,6 +84,7 @@ class RunState:
         """
         if self._aside:
             return Call(name, -self._operations)
+        RunState.turns += 1
         if self.failed is not None:
             self._fail_recent()
         if self.failed is None or name == self._last_called:

@@ -16,6 +16,7 @@ from .kernels.callsite import warn
 from .kernels.errors import SpmdError
 from .mesh import trees
 from .mesh.array import Array
+from .mesh.run_state import RunState
 
 _TIMES = 3  # that all was dropped; a program may warm up with two batches. Later, if the values were no new ones, more
 
@@ -24,8 +25,13 @@ _Refs = list[weakref.ref]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Calls:
-    """How many calls in a row had new values dropped, and how many may; the last one's arguments, batch, new values."""
+    """How many calls in a row had new values dropped, and how many may; the last one's arguments, batch, new values.
 
+    Attributes:
+        turn: the last one's, see `RunState.turns`.
+    """
+
+    turn: int
     dropped: int
     most: int
     given: _Refs
@@ -33,27 +39,23 @@ class _Calls:
     new: _Refs
 
 
-_FIRST = _Calls(0, _TIMES, [], [], [])
-_latest: weakref.ref | None = None  # what was called last
-# Of each step; None once a call has shown that its results are used. Not kept in the steps, which travel.
-_known: weakref.WeakKeyDictionary[Any, _Calls | None] = weakref.WeakKeyDictionary()
+_FIRST = _Calls(0, 0, _TIMES, [], [], [])
+# Not kept in the steps, which travel.
+_known: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+used: weakref.WeakSet[Any] = weakref.WeakSet()  # steps of which a call has shown that their results are used
 
 
-def look(step: Any, batch: str | None, arguments: tuple[tuple, dict[str, Any]], results: Any, *, quiet: bool) -> None:
+def look(step: Any, batch: str, arguments: tuple[tuple, dict[str, Any]], results: Any, *, quiet: bool) -> None:
     """Look at a call of a step, and warn if it is the last of several in a row whose results were dropped.
 
     Args:
-        step: the @spmd function that was called.
-        batch: the name of the argument with samples, which are others each time; None if there is none.
+        step: the @spmd function that was called, which is not among `used`.
+        batch: the name of the argument with samples, which are others each time.
         arguments: (args, kwargs).
         quiet: another rank says it.
     """
-    global _latest
-    latest, _latest = _latest, weakref.ref(step)
-    before = _known.get(step, _FIRST)
-    if before is None or batch is None:
-        return
-    if latest is None or latest() is not step:  # what was called in between may have used the results
+    before, turn = _known.get(step, _FIRST), RunState.turns
+    if turn != before.turn + 1:  # what was called in between may have used the results
         before = _FIRST
     named = step.named(*arguments)
     samples = _tensors(named.pop(batch, None))
@@ -63,15 +65,15 @@ def look(step: Any, batch: str | None, arguments: tuple[tuple, dict[str, Any]], 
     again = is_dropped and _are(before.given, given) and not _are(before.batch, samples)
     # Both parameters and the optimizer's state: gradients alone may be what is wanted.
     if len(renewed) < 2 or (before is not _FIRST and not again):
-        _known[step] = None
+        used.add(step)
         return
     new = _tensors(next(iter(renewed.values())))  # of `_, _, loss = step(...)` the last one is kept by its name
-    _known[step] = now = _Calls(before.dropped + again, before.most, _refs(given), _refs(samples), _refs(new))
+    _known[step] = now = _Calls(turn, before.dropped + again, before.most, _refs(given), _refs(samples), _refs(new))
     if now.dropped == now.most:
         if all(_is_unchanged(named[name], value) for name, value in renewed.items()):
             _known[step] = dataclasses.replace(now, dropped=0, most=2 * now.most)  # it evaluates, and may train later
             return
-        _known[step] = None
+        used.add(step)
         if not quiet:
             name, names = step.program.name, ", ".join(renewed)
             problem = f"{name} returns new values of {names}, and this program drops them: nothing is trained"

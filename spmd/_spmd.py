@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from . import _dropped, _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
-from .checkpoint.fingerprint import begin_step
+from .checkpoint import fingerprint
 from .kernels import torch_compiled
 from .kernels.arguments import check_function
 from .kernels.callsite import public
@@ -154,8 +154,9 @@ class Spmd(Transformable):
         if kwargs:  # so that an argument has the same place in every call, however it is passed
             bound = self._bound(args, kwargs)
             args, kwargs = bound.args, bound.kwargs
-        begin_step(mesh, self._name, None if self._parallel is None else self._parallel.settings)
-
+        parallel = self._parallel
+        if fingerprint.unplaced.restored or self not in mesh.run_state.begun:
+            fingerprint.begin_step(mesh, self, self._name, None if parallel is None else parallel.settings)
         try:
             results = call(
                 *(mesh, self.program, self._f, (args, kwargs), self.request),
@@ -166,10 +167,10 @@ class Spmd(Transformable):
         except HasRefs:
             args, kwargs = on_ranks(mesh, (args, kwargs))
             return self._outside(args, kwargs)
-        batch = None if self._parallel is None else self._parallel.batch.name
-        _dropped.look(self, batch, (args, kwargs), results, quiet=mesh.rank not in (None, 0))
+        if parallel is not None and self not in _dropped.used:
+            _dropped.look(self, parallel.batch.name, (args, kwargs), results, quiet=mesh.rank not in (None, 0))
         if _trace.ON:
-            _trace.note(self._name, results, None if self._parallel is None else self._parallel.settings)
+            _trace.note(self._name, results, None if parallel is None else parallel.settings)
         return results
 
     def request(self, mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:

@@ -192,7 +192,7 @@ def forget_runs() -> None:
     from spmd.checkpoint import fingerprint
     from spmd.mesh.driver import open_sessions
 
-    fingerprint._unplaced.restored.clear()
+    fingerprint.unplaced.restored.clear()
     for session in open_sessions._open:
         run = session.run_state  # type: ignore[attr-defined]
         run.functions, run.settings, run.resumed, run.saved = {}, {}, None, None

@@ -237,12 +237,13 @@ class CallValues:
             refuse_ragged(metas[index].shape)
         found: dict[int, Any] = {n: scalar_in(self._prints, metas, n) if self._prints else None for n in indexes}
         rest = [index for index, number in found.items() if number is None]
-        spec = metas[indexes[0]].spec  # of all
-        owners, shards = layout.owners(spec), list[Any]([None] * layout.size)
-        for index, *parts in zip(rest, *(self._fetch(rest, layout, owners) if rest else ()), strict=True):
-            for rank, part in zip(owners, parts, strict=True):
-                shards[rank] = part
-            found[index] = layout.join(shards, spec)
+        if rest:
+            spec = metas[rest[0]].spec  # of all
+            owners, shards = layout.owners(spec), list[Any]([None] * layout.size)
+            for index, *parts in zip(rest, *self._fetch(rest, layout, owners), strict=True):
+                for rank, part in zip(owners, parts, strict=True):
+                    shards[rank] = part
+                found[index] = layout.join(shards, spec)
         return [found[index] for index in indexes]
 
 

@@ -56,7 +56,7 @@ class Resumed:
 
 
 # What was restored as plain tensors since a step last ran, for the mesh that goes on with them.
-_unplaced = Resumed()
+unplaced = Resumed()
 
 
 def _furthest(positions: Iterable[Position | None]) -> Position | None:
@@ -94,7 +94,7 @@ def of_run(mesh: Mesh | None) -> dict[str, Any]:
         steps = {**_steps_of(restored, but=ran), **ran}
         run.go_on()  # from what is saved
         return {"fingerprint": {**fingerprint(mesh), "steps": steps}, "position": run.position}
-    restored = [*_unplaced.restored.values()]
+    restored = [*unplaced.restored.values()]
     position = _furthest(one.position for one in restored)
     if position is None:
         return {"fingerprint": fingerprint(None)}
@@ -122,7 +122,7 @@ def resume(mesh: Mesh | None, manifest: Mapping[str, Any], where: str) -> None:
     position = None if position is None else (position[0], position[1])
     one = Restored(where, manifest["fingerprint"], position, time.monotonic())
     if mesh is None:
-        _unplaced.add(one)
+        unplaced.add(one)
     else:
         _go_on(mesh.run_state, [one])
 
@@ -143,6 +143,7 @@ def _go_on(run: RunState, restored: list[Restored]) -> None:
     run.position = _furthest([start, *(one.position for one in restored)]) or before
     if run.position != before:  # all steps go on from there, including those that have run here before
         run.resumed.compared.clear()
+    run.begun.clear()
 
 
 def _go_on_unplaced(mesh: Mesh, *, at_first: bool, of_steps: bool = True) -> None:
@@ -152,28 +153,29 @@ def _go_on_unplaced(mesh: Mesh, *, at_first: bool, of_steps: bool = True) -> Non
         of_steps: also from runs with data_parallel steps, which calls of other functions leave to those steps.
     """
     failed = mesh.run_state.failed
-    waiting = {key: one for key, one in _unplaced.restored.items() if of_steps or one.fingerprint.get("steps") == {}}
+    waiting = {key: one for key, one in unplaced.restored.items() if of_steps or one.fingerprint.get("steps") == {}}
     if waiting and (at_first or (failed is not None and any(one.when > failed for one in waiting.values()))):
         if mesh.run_state.resumed is None:  # else the mesh has been compared
             _compare([*waiting.values()], _of_mesh(mesh), "")
         _go_on(mesh.run_state, [*waiting.values()])
     for key in waiting:
-        del _unplaced.restored[key]
+        del unplaced.restored[key]
 
 
 # -- compared ---------------------------------------------------------------------------------------------------------
 
 
-def begin_step(mesh: Mesh, name: str, settings: dict[str, Any] | None) -> None:
-    """Before an @spmd function is called: have the mesh go on with what was restored for it.
+def begin_step(mesh: Mesh, step: Any, name: str, settings: dict[str, Any] | None) -> None:
+    """Before an @spmd function is first called, or first since a checkpoint was restored: go on with what was restored.
 
     Args:
         settings: the arguments of `data_parallel` that the bits depend on; they are noted, and compared with those of
             the resumed run. None for other functions.
     """
     run = mesh.run_state
-    if _unplaced.restored:
+    if unplaced.restored:
         _go_on_unplaced(mesh, at_first=name not in run.functions, of_steps=settings is not None)
+    run.begun.add(step)
     run.functions[name] = run.functions.get(name, False) or settings is not None
     if settings is None or name == "<lambda>":  # all lambdas have this name
         return
