@@ -23,16 +23,15 @@ leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, 
 adopted: set[type] = set()  # the classes registered here
 torch_nodes = tree_nodes()
 _found_leaves: set[type] = set()  # of `leaf_types` those that may yet be registered with torch
-_counted = 0  # the classes that torch knew then
+counted = 0  # the classes that torch knew when `keep_up` was last called
 
 
 def keep_up() -> None:
     """Let what was a leaf become a container if its class has been registered with torch since."""
-    global _counted
-    if len(torch_nodes) != _counted:
-        _counted = len(torch_nodes)
-        leaf_types.difference_update(_found_leaves)
-        _found_leaves.clear()
+    global counted
+    counted = len(torch_nodes)
+    leaf_types.difference_update(_found_leaves)
+    _found_leaves.clear()
 
 
 def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:

@@ -29,7 +29,8 @@ _insertion_order.__enter__()
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
     leaves, treedef = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    containers.keep_up()
+    if len(containers.torch_nodes) != containers.counted:
+        containers.keep_up()
     # Usually all types are known leaves, which this check finds out fast: a step flattens trees many times.
     while not containers.leaf_types.issuperset(builtins.map(type, leaves)) and containers.adopt(
         leaves, NAMESPACE, is_leaf

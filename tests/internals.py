@@ -324,10 +324,10 @@ def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list
             gathering.lose(rank)
         else:
             gathering.take(rank, _said_of(kind, task))
-    if gathering.left() < float("inf"):
+    if gathering.left() is not None:
         sent.append(("held", ()))
         gathering.flush()
-        assert gathering.left() == float("inf")
+        assert gathering.left() is None
     return sent
 
 

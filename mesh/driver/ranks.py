@@ -77,14 +77,14 @@ class Rank(Owned):
 
     def send(self, packet: wire.Packet, parts: list[memoryview]) -> bool:
         """Send a packet, given its `frame`, without waiting; whether all of it is on its way (or never can be)."""
-        return self._quietly(lambda: self.sender.send(packet, parts))
+        return self._quietly(self.sender.send, packet, parts)
 
     def flush(self) -> bool:
         return self._quietly(self.sender.flush)
 
-    def _quietly(self, send: Callable[[], bool]) -> bool:
+    def _quietly(self, send: Callable[..., bool], *what: Any) -> bool:
         try:
-            return not self.alive or send()
+            return not self.alive or send(*what)
         except ConnectionError:  # its death is noticed elsewhere
             self.sender.close()
             return True

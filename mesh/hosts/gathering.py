@@ -82,6 +82,6 @@ class Gathering:
         for task in sorted(self._held):
             self._let_go(task)
 
-    def left(self) -> float:
-        """Seconds until `flush` is due; infinite if nothing is held."""
-        return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else float("inf")
+    def left(self) -> float | None:
+        """Seconds until `flush` is due; None if nothing is held."""
+        return max(0.0, self._since + MOMENT_SECONDS - time.monotonic()) if self._held else None

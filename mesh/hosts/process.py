@@ -98,16 +98,12 @@ class Host:
     def serve(self) -> None:
         """Serve until the connection to the driver ends."""
         while True:
-            for heard in self._sockets.select(self._left()):
+            for heard in self._sockets.select(self._gathering.left()):
                 heard()
                 if self._ended:
                     return
             if self._gathering.left() == 0:
                 self._gathering.flush()
-
-    def _left(self) -> float | None:
-        left = self._gathering.left()
-        return None if left == float("inf") else left
 
     # -- from the driver -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ had is either copied or can be computed again.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol
 
 from .. import protocol
@@ -25,23 +24,13 @@ class ValuesSession(Session, Protocol):
     values: Values
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
-    """What is kept of a task that is over; see `Task`."""
-
-    again: Any
-    last_results: dict[int, bytes]
-    ranks: tuple[int, ...]
-    region: bool
-
-
 class Uncopied:
     """What a driver knows of the copies of its ranks' values; the session's lock guards it."""
 
     def __init__(self) -> None:
         self._number = 0
         self._waits: dict[int, dict[int, int]] = {}  # call -> rank that copies its results -> number of its `CopyTo`
-        self._held: dict[int, _Held] = {}  # by call
+        self._held: dict[int, tuple[Task, Any]] = {}  # by call: a task that is over, and what it takes to run it again
 
     def copy_to_hosts(self, session: ValuesSession) -> None:
         """Send all ranks the current hosts for copies, if values have copies."""
@@ -74,18 +63,18 @@ class Uncopied:
 
     def _forget(self, call: int) -> None:
         self._waits.pop(call, None)
-        if (held := self._held.pop(call, None)) is not None:
-            held.again.packet.close()
+        if call in self._held:
+            self._held.pop(call)[1].packet.close()
 
     def hold(self, task: Task) -> None:
         """Keep what it takes to run a successful task again, if its results are still being copied."""
         again = task.again
         if again is None or len(again.values) != 1 or again.values[0].number not in self._waits:
             return
-        self._held[again.values[0].number] = _Held(again, task.last_results, task.ranks, task.region > 0)
+        self._held[again.values[0].number] = task, again
         task.again = None
         if len(self._held) > _MOST:
-            self._held.pop(next(iter(self._held))).again.packet.close()
+            self._held.pop(next(iter(self._held)))[1].packet.close()
 
     def tasks_for(self, lost: list[CallValues], session: ValuesSession) -> list[Task]:
         """Tasks that make lost values again, in order; these values are removed from `lost`."""
@@ -93,16 +82,16 @@ class Uncopied:
         left = {id(values) for values in lost if values.number not in self._held}
         named = any(values.named for values in lost if id(values) in left)
         calls = [values for values in lost if id(values) not in left]
-        for values in sorted(calls, key=lambda values: (self._held[values.number].region, values.number)):
-            held = self._held[values.number]
-            if named or left & _sources(held.again):
+        for values in sorted(calls, key=lambda values: (self._held[values.number][0].region > 0, values.number)):
+            done, again = self._held[values.number]
+            if named or left & _sources(again):
                 left.add(id(values))
                 named = named or bool(values.named)
                 continue
             del self._held[values.number]
             self._waits.pop(values.number, None)
-            task = Task(next(session.numbers), held.ranks, int(held.region), None, held.last_results)
-            task.reported, task.again = True, held.again
+            task = Task(next(session.numbers), done.ranks, int(done.region > 0), None, done.last_results)
+            task.reported, task.again = True, again
             session.pending.tasks[task.number] = task
             values.missing.clear()
             found.append(task)

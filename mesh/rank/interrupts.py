@@ -26,18 +26,19 @@ class uninterrupted:
     def __enter__(self) -> None:
         global _shielded
         self._handlers: dict[int, Any] = {}
+        if _shielded or threading.current_thread() is not threading.main_thread():
+            return
         self._held: list[tuple[int, Any]] = []
-        if not _shielded and threading.current_thread() is threading.main_thread():
-            try:
-                for number in _HANDLED:
-                    handler = _signal.getsignal(number)
-                    if callable(handler):  # not ignored, and not handled outside Python
-                        self._handlers[number] = handler
-                        _signal.signal(number, self._hold)
-            except BaseException:  # raised by a handler that was not replaced yet
-                self._give_back()
-                raise
-            _shielded = bool(self._handlers)
+        try:
+            for number in _HANDLED:
+                handler = _signal.getsignal(number)
+                if callable(handler):  # not ignored, and not handled outside Python
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._hold)
+        except BaseException:  # raised by a handler that was not replaced yet
+            self._give_back()
+            raise
+        _shielded = bool(self._handlers)
 
     def _hold(self, number: int, frame: Any) -> None:
         self._held.append((number, frame))

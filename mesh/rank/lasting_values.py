@@ -79,7 +79,7 @@ class KnownLayout:
 
     def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[P]):
         self.specs = tuple(specs)
-        self.listed: tuple[int, tuple[Leaf, ...], list[int]] | None = None
+        self.listed: tuple[int, tuple[Leaf, ...]] | None = None
         self._shapes, self._strides, self._dtypes = _kinds(tensors)
         self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
         extents = [extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in tensors]
@@ -177,32 +177,17 @@ class LastingValues:
     def keep(self, call: int, tensors: Sequence[Any], specs: Sequence[P], known: KnownLayout | None = None) -> None:
         """Note a call's values in the ledger, in place of what was noted of that call before."""
         before = self._kept.get(call)
-        if known is not None and not known.large:
-            self._kept[call] = self._written(call, tensors, known)
-        else:
-            layout, leaves = self._layout(tensors, specs) if known is None else self._layout_of(known, tensors)[:2]
-            self._kept[call] = self._written_singly(call, tensors, layout, leaves)
+        listed = None if known is None else known.listed
+        if listed is None:
+            listed = self._layout(tensors, specs)
+            if known is not None:
+                known.listed = listed
+        self._kept[call] = self._written(call, tensors, *listed), listed[1]
         if before is not None:
             self._ledger.remove(before[0])
 
-    def _written(self, call: int, tensors: Sequence[Any], known: KnownLayout) -> tuple[int, tuple[Leaf, ...]]:
-        """Write the entry of small values of a known layout; the entry, and how to rebuild its tensors."""
-        layout, leaves, sizes = self._layout_of(known, tensors)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        words = (layout, *[address & 63 for address in addresses])
-        return self._ledger.write(call, (), words, b"", addresses, sizes), leaves
-
-    def _layout_of(self, known: KnownLayout, tensors: Sequence[Any]) -> tuple[int, tuple[Leaf, ...], list[int]]:
-        """As `_layout`, and the bytes of each."""
-        if known.listed is None:
-            layout, leaves = self._layout(tensors, known.specs)
-            known.listed = layout, leaves, [leaf.nbytes for leaf in leaves]
-        return known.listed
-
-    def _written_singly(
-        self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]
-    ) -> tuple[int, tuple[Leaf, ...]]:
-        """Write the entry of any values; the entry, and how to rebuild its tensors."""
+    def _written(self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]) -> int:
+        """Write an entry; gives its number."""
         extents: dict[Extent, int] = {}
         words: list[int] = []
         addresses: list[int] = []
@@ -232,7 +217,7 @@ class LastingValues:
                     which = extents.setdefault(extent, len(extents))
                     first, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
                 words.append(which << _AT | address - first)
-        return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes), leaves
+        return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes)
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Note that some of a call's values are gone; called before their memory is freed.
