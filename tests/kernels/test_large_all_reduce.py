@@ -14,7 +14,7 @@ from spmd import Mesh
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-NUMEL = 140_001  # past one phase, with a tail, and past the block in which sums of many ranks are formed
+NUMEL = 280_001  # of floats a MiB, which ranks may sum in place; with a tail, and slices past the block of such sums
 KINDS = ("kept", "any", "given up", "overwritten", "overwritten anywhere")
 
 
