@@ -187,7 +187,7 @@ def deals(entries: Sequence[Mapping[str, Any]], like: Any) -> tuple[dict[str, An
 
 
 def _by_path(like: Any) -> dict[str, Any]:
-    """The leaves by the paths that a manifest gives them: with keys as JSON writes them, those of an enum's members, too."""
+    """The leaves by the paths that a manifest gives them: with keys as JSON writes them, of an enum's members, too."""
     paths = (path for path, _ in _named(structure_of(like), "like is a tree that no checkpoint has"))
     return dict(zip(paths, trees.leaves(like, is_leaf=is_array), strict=True))
 
