@@ -59,6 +59,8 @@ def integer(caller: str, name: str, value: object, low: int | None = None, high:
 
 def checked_flag(what: str, name: str, value: Any) -> bool:
     """True or False, also where they are written as 1, 0 or None; refuses others, such as "no", which would be true."""
+    if type(value) is bool:
+        return value
     if value is None or (isinstance(value, int | np.bool_ | np.integer | torch.Tensor) and value in (False, True)):
         return bool(value)
     raise SpecError(f"{what} got a bad {name}", got=repr(value), expected="True or False")

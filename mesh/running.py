@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ..kernels import torch_compiled
-from ..kernels.arguments import check_function, checked_rank, checked_ranks, plain_text
+from ..kernels.arguments import check_function, checked_flag, checked_rank, checked_ranks, plain_text
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, PeerLost
 from . import protocol, wire
@@ -200,7 +200,7 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
     """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
     if not callable(cls):
         raise MeshError("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class")
-    rank = checked_rank(rank, self.size)
+    rank, restore = checked_rank(rank, self.size), checked_flag("mesh.remote", "restore", restore)
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .kernels.arguments import checked_flag
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError
 from .kernels.flat import strided_parts
@@ -20,6 +21,7 @@ from .mesh.strides import is_frozen
 
 
 def check_module(module: Any, *, sync: bool = False) -> None:
+    checked_flag("functional_with_buffers", "sync", sync)
     if not isinstance(module, nn.Module):
         hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
         raise SpecError(

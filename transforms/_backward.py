@@ -122,7 +122,8 @@ class Plain:
             collectives.stop()
             hooked = hooks_made() > hooks
             aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
-            look(call, call.args, call.kwargs, out, aux, call.plan.batch, bool(collectives.end))
+            communicates = bool(collectives.end)
+            look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
 

@@ -17,7 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..kernels import torch_compiled
-from ..kernels.arguments import check_function, is_whole
+from ..kernels.arguments import check_function, checked_flag, is_whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import in_torch_func
@@ -71,6 +71,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
     """
     check_function("grad", f, "grad(loss_fn)(params, batch)")
     _check_axes("grad", axes)
+    has_aux = checked_flag("grad", "has_aux", has_aux)
     if isinstance(f, Transformable):
         transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, False, has_aux)
@@ -98,6 +99,7 @@ def value_and_grad(
     """
     check_function("value_and_grad", f, "value_and_grad(loss_fn)(params, batch)")
     _check_axes("value_and_grad", axes)
+    has_aux = checked_flag("value_and_grad", "has_aux", has_aux)
     if isinstance(f, Transformable):
         transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, True, has_aux)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..kernels.arguments import checked_flag
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh.replication.net import Varying, active
@@ -41,11 +42,12 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
         The stacked tensor (one dimension more), or the joined one (`dim` is longer by a factor of the number of ranks).
 
     Raises:
-        as `psum`, and SpecError for a bad `dim`.
+        as `psum`, and SpecError for a bad `dim` or `tiled`.
     """
+    tiled = checked_flag("all_gather", "tiled", tiled)
 
     def lined_up(stacked: Tensor) -> Tensor:
-        return _united(stacked, check_dim("all_gather", "dim", dim, stacked.dim() - bool(tiled)), tiled)
+        return _united(stacked, check_dim("all_gather", "dim", dim, stacked.dim() - tiled), tiled)
 
     def fits(leaf: Tensor, size: int) -> bool:
         return isinstance(dim, int) and -leaf.dim() - (not tiled) <= dim < leaf.dim() + (not tiled)
@@ -79,6 +81,7 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> An
     Raises:
         as `psum`, and SpecError where the size of `dim` does not fit.
     """
+    tiled = checked_flag("psum_scatter", "tiled", tiled)
 
     def pieces(leaf: Tensor, size: int) -> Tensor:
         at = check_dim("psum_scatter", "dim", dim, leaf.dim())
@@ -143,13 +146,14 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
     Raises:
         as `psum`, and SpecError where the sizes do not fit.
     """
+    tiled = checked_flag("all_to_all", "tiled", tiled)
 
     def pieces(leaf: Tensor, size: int) -> Tensor:
         split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
         return _divide("all_to_all", leaf, split, size, tiled)
 
     def lined_up(parts: Tensor) -> Tensor:
-        return _united(parts, check_dim("all_to_all", "concat_dim", concat_dim, parts.dim() - bool(tiled)), tiled)
+        return _united(parts, check_dim("all_to_all", "concat_dim", concat_dim, parts.dim() - tiled), tiled)
 
     def fits(leaf: Tensor, size: int) -> bool:
         divisible = _divisible(split_dim, tiled)(leaf, size)

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ...kernels import torch_private
+from ...kernels.errors import MeshError
+from .torch_private import is_exported
 
 _Cached = type(functools.lru_cache(lambda: None))
 _DISPATCHER: Any = functools.singledispatch(lambda obj: None)
@@ -58,11 +60,17 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
       makes of them can't be read.
     - A parametrized module, which torch refuses to pickle: as one of its original class, parametrized again on arrival.
+    - A module that `torch.export` made: refused, as torch can only write the program that it was made of.
     - A model of transformers: with what its class registers when one is made, without which it gives no hidden states.
     """
     if isinstance(obj, nn.Module) and not vars(type(obj)).keys().isdisjoint(_parametrizations(obj)):
         cls = parametrize.type_before_parametrizations(obj)
         return cls.__new__, (cls,), vars(obj).copy(), None, None, _parametrized
+    if isinstance(obj, nn.Module) and is_exported(obj):
+        raise MeshError(
+            "a module that torch.export made cannot be sent to another process",
+            remedy="export the model after it was trained; or call torch.export.load in a module that the step imports",
+        )
     if isinstance(obj, nn.Module) and str(type(obj)) in getattr(sys.modules.get(_RECORDING), _RECORDED, ()):
         return (*obj.__reduce_ex__(4)[:3], None, None, _registered)
     if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:

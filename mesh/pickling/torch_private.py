@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
 
@@ -17,6 +18,14 @@ from ...kernels.torch_private import arguments
 # What `torch.ops`, `torch.ops.aten`, `torch.ops.aten.add` and `torch.ops.aten.add.Tensor` are. Public way: `type(...)`.
 ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverload
 CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
+
+
+def is_exported(module: nn.Module) -> bool:
+    """Whether `torch.export` made this module. Public way: none for what `ExportedProgram.module()` gives.
+
+    By the name of the class's file, which takes long to import.
+    """
+    return any(cls.__module__ == "torch.export._unlift" for cls in type(module).__mro__)
 
 
 def custom_operators() -> dict[str, Any]:

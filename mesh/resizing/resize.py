@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ...kernels.arguments import checked_rank, is_whole
+from ...kernels.arguments import checked_flag, checked_rank, is_whole
 from ...kernels.callsite import public
 from ...kernels.errors import MeshError, PeerLost
 from ...kernels.limits import named_limits
@@ -63,6 +63,7 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
             ones are busy; too few hosts are left for `copies=`. The mesh is then as it was before.
     """
     _refuse_on_ranks(self, "resize")
+    wait = checked_flag("mesh.resize", "wait", wait)
     with one_at_a_time(self):
         _resize(self, axes, wait)
 

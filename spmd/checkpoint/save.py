@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.arguments import checked_path, is_whole
+from ..kernels.arguments import checked_flag, checked_path, is_whole
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, SpecError, SpmdError
 from ..mesh import trees
@@ -69,6 +69,7 @@ def save(
     if current() is not None:
         remedy = "save what the step returns; the handler of a signal, also in a step, sets a flag (docs/how_to.md)"
         raise MeshError("save was called inside a region", remedy=remedy)
+    background = checked_flag("save", "background", background)
     path = checked_path("save", path, "the path comes first: save(path, tree)")
     leaves, _ = trees.flatten(tree, is_leaf=is_array)
     mesh = _mesh_of(leaves)

@@ -37,10 +37,7 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
     """(structure, an entry for each leaf, its tensors by key)."""
     structure = structure_of(tree)
     entries, tensors = [], {}
-    try:
-        named = _paths(json.dumps(structure))
-    except Invalid as error:
-        raise SpecError("save got a tree that it cannot write", got=error.args[1], expected=error.args[2]) from None
+    named = _named(structure, "save got a tree that it cannot write")
     for (path, key), leaf in zip(named, trees.leaves(tree, is_leaf=is_array), strict=True):
         leaf = as_tensor(leaf)
         entries.append({"key": key, "path": path, **_entry(leaf, path or "the whole")})
@@ -49,6 +46,13 @@ def describe(tree: Any) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
                 raise _unwritable(ascii(path), "a name with half of a character", "names that UTF-8 has")
             tensors[key] = leaf
     return structure, entries, tensors
+
+
+def _named(structure: Any, problem: str) -> list[tuple[str, str]]:
+    try:
+        return _paths(json.dumps(structure))
+    except Invalid as error:
+        raise SpecError(problem, got=error.args[1], expected=error.args[2]) from None
 
 
 @functools.lru_cache(maxsize=16)
@@ -183,7 +187,9 @@ def deals(entries: Sequence[Mapping[str, Any]], like: Any) -> tuple[dict[str, An
 
 
 def _by_path(like: Any) -> dict[str, Any]:
-    return dict(zip(trees.paths(like, is_leaf=is_array), trees.leaves(like, is_leaf=is_array), strict=True))
+    """The leaves by the paths that a manifest gives them: with keys as JSON writes them, of an enum's members, too."""
+    paths = (path for path, _ in _named(structure_of(like), "like is a tree that no checkpoint has"))
+    return dict(zip(paths, trees.leaves(like, is_leaf=is_array), strict=True))
 
 
 def _leaf(entry: dict[str, Any], wanted: Any, value: Callable[..., Any]) -> Any:
@@ -231,7 +237,8 @@ def _build(structure: Any, leaves: Iterator[Any], like: Any, path: str) -> Any:
         return next(leaves)
     made = [_build(part, leaves, known, below) for part, known, below in _within(structure, like, path)]
     if "dict" in structure:
-        items = zip(structure["dict"], made, strict=True)
+        own = {key: key for key in like} if isinstance(like, Mapping) else {}
+        items = zip((own.get(key, key) for key in structure["dict"]), made, strict=True)
         if isinstance(like, collections.defaultdict):
             return collections.defaultdict(like.default_factory, items)
         return type(like)(items) if type(like) in DICTS else dict(items)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import doctest
+import enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import manifest
+import numpy as np
 import optree
 import pytest
 import torch
@@ -109,6 +111,26 @@ def test_what_was_plain_takes_the_class_of_like(tmp_path: Path) -> None:
     save(tmp_path, {"b": 1, "a": {"x": [2, 3]}})
     back = restore(tmp_path, like=collections.OrderedDict(a={}))
     assert type(back) is collections.OrderedDict and back == {"b": 1, "a": {"x": [2, 3]}} and list(back) == ["b", "a"]
+
+
+class Part(str, enum.Enum):
+    ENCODER = "encoder"
+
+
+class Block(enum.IntEnum):
+    FIRST = 1
+
+
+def test_keys_that_are_members_of_an_enum(tmp_path: Path) -> None:
+    tree = {Part.ENCODER: {Block.FIRST: torch.ones(2), np.str_("b"): torch.zeros(1)}, "step": 3}
+    save(tmp_path, tree)
+    assert restore(tmp_path)["encoder"][1].equal(torch.ones(2))
+    back = restore(tmp_path, like=tree)
+    inner = back[Part.ENCODER]
+    assert [*map(type, (*back, *inner))] == [Part, str, Block, np.str_]
+    assert inner[Block.FIRST].equal(torch.ones(2)) and back["step"] == 3
+    with pytest.raises(SpecError, match=r"another shape .* for \['encoder'\]\[1\]"):
+        restore(tmp_path, like={Part.ENCODER: {Block.FIRST: torch.ones(3)}})
 
 
 def test_none_stands_for_a_whole_tree(tmp_path: Path) -> None:

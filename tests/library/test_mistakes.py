@@ -330,6 +330,18 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: ADAMW.step(ADAMW.init({"w": X}), {"w": X}, {"w": X}),
         "takes .*optimizer's state",
     ),
+    "tiled": (
+        lambda m: m.run(lambda: spmd.all_gather(X, "data", tiled="no")),
+        r"all_gather got a bad tiled \(expected True or False, got 'no'",
+    ),
+    "tiled parts": (lambda m: m.run(lambda: spmd.psum_scatter(X, "data", tiled="no")), "psum_scatter got a bad tiled"),
+    "tiled exchange": (lambda m: m.run(lambda: spmd.all_to_all(X, "data", 0, 1, tiled="")), "all_to_all got a bad til"),
+    "has_aux": (lambda m: spmd.grad(torch.sum, has_aux="False"), "grad got a bad has_aux .*'False'"),
+    "has_aux with a value": (lambda m: spmd.value_and_grad(torch.sum, has_aux=2), "value_and_grad got a bad has_aux"),
+    "sync": (lambda m: spmd.functional_with_buffers(nn.Linear(1, 1), sync="no"), "functional_with_.* got a bad sync"),
+    "background": (lambda m: spmd.save("nowhere", X, background="no"), "save got a bad background .*'no'"),
+    "restore of an object": (lambda m: m.remote(list, restore="a.pt"), "mesh.remote got a bad restore .*'a.pt'"),
+    "wait": (lambda m: m.resize({"data": 2}, wait="no"), "mesh.resize got a bad wait .*'no'"),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 

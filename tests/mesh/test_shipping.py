@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from scripts import run, script
+from torch import nn
 
-from spmd import Mesh, MeshError, put, spmd
+from spmd import Mesh, MeshError, functional, put, spmd
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot, unpicklable_part
 from spmd.mesh.rank import references
@@ -335,6 +336,16 @@ def test_objects_of_ctypes(shared_mesh):
         function = eval(f"lambda: {name}", {name: what})
         with pytest.raises(MeshError, match=f"'{name}', used in .*ctypes that can't be imported.*mesh.remote"):
             mesh.run(function)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch, which copies the module
+def test_a_module_of_torch_export(shared_mesh):
+    """Nor can torch pickle one: what it has of the compiler ends in an error that names a ContextVar."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    apply, params = functional(torch.export.export(model, (torch.ones(5, 3),)).module())
+    torch.testing.assert_close(apply(params, torch.ones(5, 3)), model(torch.ones(5, 3)))
+    with pytest.raises(MeshError, match=r"module that torch\.export made.*export the model after it"):
+        shared_mesh({"data": 2}).run(apply, params, torch.ones(5, 3))
 
 
 SCRIPT = """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd import Mesh, P, Sharded, SpecError, data_parallel, functional, grad, psum, spmd, value_and_grad
+from spmd import Mesh, P, Sharded, SpecError, data_parallel, fetch, functional, grad, psum, spmd, value_and_grad
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
@@ -532,6 +532,36 @@ def test_hooks_of_virtual_shards(mesh: Mesh) -> None:
         gradients(mesh, hooked, params, X, shards=4)
     within = gradients(mesh, hooked_within, params, X, shards=4)[1]["w"].full()
     torch.testing.assert_close(within, gradients(mesh, hooked_within, params, X)[1]["w"].full())
+
+
+def hooked_if_large(params: dict[str, Tensor], batch: Tensor) -> Tensor:
+    return hooked(params, batch) if batch.abs().max() > 100 else hooked_within(params, batch)
+
+
+def test_hooks_that_a_later_call_registers(mesh: Mesh) -> None:
+    """Nothing else is looked at after the first call of a signature."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(hooked_if_large)(params, batch)
+
+    @spmd(mesh=mesh)
+    @data_parallel(shards=4)
+    def exact(params, batch):
+        return value_and_grad(hooked_if_large)(params, batch)
+
+    params = {"w": torch.ones(3)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in X, X, 1e6 * X, 1e6 * X:
+            fetch(step(params, batch))
+    (text,) = [str(one.message) for one in caught]
+    assert "a parameter's gradient, which gets that of this rank's samples" in text
+    fetch(exact(params, X))
+    last = torch.cat([X[:-1], 1e6 * X[-1:]])  # which is not in the first shard of its rank
+    with pytest.raises(SpecError, match="a parameter's gradient, which gets that of each virtual shard"):
+        fetch(exact(params, last))
 
 
 def test_a_hook_in_a_gradient_within_a_virtual_shard(mesh: Mesh) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import SpecError
+from ...kernels.torch_private import hooks_made
 from ...mesh import trees
 from ...mesh.region import Region, carry_of, generators
 from ...mesh.replication.net import differs_over
@@ -132,7 +133,9 @@ class _Solution:
         call, virtual = self._call, self._virtual
         args, kwargs, primals = self.inputs.of(index)
         with running(self._region, virtual, shard), tokens() as collectives:
+            hooks = hooks_made()
             out = call.evaluate(args, kwargs)
+            hooked = hooks_made() > hooks
             collectives.stop()
             if self.results is None:
                 _describe(self._region, virtual, out)
@@ -140,10 +143,10 @@ class _Solution:
             assert self.results is not None
             weight = virtual.weight(shard) if out.count is None else 1.0
             self.results.take(out, virtual.weight(shard))
-            if index == 0:
+            if index == 0 or hooked:
                 parts = tuple(parts[index] for parts in self.inputs.parts.values())
                 aux = Auxiliary.of(out.aux, call.over)
-                look(call, args, kwargs, out, aux, parts, bool(collectives.end))
+                look(call, args, kwargs, out, aux, parts, communicates=bool(collectives.end), hooked=hooked)
             ends = Evaluated(call, out.value, weight, NO_AUX, collectives).ends()
             if ends and primals:
                 with tokens():

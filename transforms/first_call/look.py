@@ -36,13 +36,24 @@ _judged: collections.Counter[Any] = collections.Counter()
 
 
 def look(
-    call: Call, args: Any, kwargs: Any, out: Output, aux: Auxiliary, batch: Sequence[Any], communicates: bool
+    call: Call,
+    args: Any,
+    kwargs: Any,
+    out: Output,
+    aux: Auxiliary,
+    batch: Sequence[Any],
+    *,
+    communicates: bool,
+    hooked: bool,
 ) -> None:
     """Check what a function returned, unless a function with the same code was checked at this signature.
+
+    Hooks of parameters, which a function may register at a later call only, are looked for until some are found.
 
     Args:
         args, kwargs: what it was called with.
         batch: those of their leaves that have a row for each sample.
+        hooked: whether the function registered hooks.
 
     Raises:
         SpecError: the function captures parameters, its value is a sum over samples, a leaf of aux has a row for each
@@ -58,16 +69,18 @@ def look(
         call.region.looks += 1
         # Which arguments are cut follows from the signature of the call, so it is determined once.
         lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
-        if lookup in call.region.looked_at:
+        if lookup in call.region.looked_at and not hooked:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
     key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items(), *sorted(split))
+    with_hooks = (*key, "hooks")
+    if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
+        looked_at.add(with_hooks)
     if key in looked_at:
         call.region.looked_at.add(lookup)
         return
     was_warned = False
     if not call.nested:
-        _look_at_hooks(call, split)
         rows = batch[0].shape[0] if batch else 0
         was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
         if split and call.plan.samples:
@@ -153,8 +166,8 @@ def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
     return has_weights
 
 
-def _look_at_hooks(call: Call, split: set[str]) -> None:
-    """Warn of a hook for a parameter's gradient, which gets that of a part of the batch.
+def _look_at_hooks(call: Call, split: set[str]) -> bool:
+    """Warn of a hook for a parameter's gradient, which gets that of a part of the batch; returns whether there is one.
 
     Over virtual shards it is refused: each registers it once more, and the next one's gradient goes through it twice.
     """
@@ -174,7 +187,8 @@ def _look_at_hooks(call: Call, split: set[str]) -> None:
         if call.plan.samples and split & set(argument.reduce) and call.region and call.region.session.rank == 0:
             ignore = 'warnings.filterwarnings("ignore", ".*registers a hook for a parameter")'
             warn(problem, got=got, remedy=f"{remedy}; or, if it only scales it, as a mask does, {ignore}")
-            return
+        return True
+    return False
 
 
 def captured(call: Call, got: str) -> SpecError:
