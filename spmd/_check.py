@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.ambient import ambient
 from .mesh.array import Array, meta
+from .mesh.launch.arguments import MOST_RANKS
 from .mesh.program import CompiledCall
 from .mesh.put import is_array
 from .mesh.rank.planned import PlannedSession
@@ -76,6 +78,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     for name, size in axes.items():
         if not is_whole(size) or size < 1:
             raise SpecError("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1")
+    if (ranks := math.prod(axes.values())) > MOST_RANKS:
+        raise SpecError("check got a mesh of too many ranks", got=str(ranks), expected=f"at most {MOST_RANKS}")
     check_function("check", step, "check(step, axes, *args)")
     wrapped: Any = step if isinstance(step, Spmd) else spmd(step)
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))

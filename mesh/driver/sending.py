@@ -14,6 +14,7 @@ from .. import protocol, wire
 from ..ambient import made_within_torch_func
 from ..array import Array
 from ..protocol import Spans
+from ..rank.interrupts import raised_by_handler
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import P
@@ -68,7 +69,7 @@ def dumps(
     except Exception as error:
         if raised:
             raise raised[0] from raised[0].__cause__
-        if isinstance(error, SpmdError):
+        if isinstance(error, SpmdError | MemoryError) or raised_by_handler(error):
             raise
         raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
 

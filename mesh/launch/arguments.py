@@ -16,6 +16,8 @@ from ..hosts.host_list import HostList, host_list_of
 from ..spec import Layout
 from .environments import Launch
 
+MOST_RANKS = 1 << 16  # a typing error would take a machine's memory and processes before it ends
+
 
 def check_arguments(
     backend: str, device: str, threads: int | None, seed: int, timeout: float, on_loss: str, grace: float
@@ -148,7 +150,16 @@ def layout_of(
             got=f"{axes}, {known} ranks, but {origin}",
             remedy="start as many ranks as the mesh has, or give one axis the size -1",
         )
+    check_count(math.prod(axes.values()))
     return Layout(tuple(axes.items()))
+
+
+def check_count(ranks: int, where: str = "") -> None:
+    """Refuse more ranks than any mesh has."""
+    if ranks > MOST_RANKS:
+        raise MeshError(
+            "a mesh can't have so many ranks", got=str(ranks), expected=f"at most {MOST_RANKS}", where=where
+        )
 
 
 def _check_axes(axes: dict[str, int]) -> None:

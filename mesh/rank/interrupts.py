@@ -61,3 +61,14 @@ class uninterrupted:
                     self._handlers[number](number, frame)
                 finally:
                     self._give_back()
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Whether the handler of a signal has raised this, a timeout of the program's, say: it may come anywhere."""
+    codes = [getattr(_signal.getsignal(number), "__code__", None) for number in _HANDLED]
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in codes:
+            return True
+        traceback = traceback.tb_next
+    return False

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
+from ...kernels.callsite import hide_our_frames
 from ...kernels.cuda import nccl_watchdog, placement
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
@@ -148,8 +149,7 @@ class Worker(Owned):
         except BaseException as error:
             self._running = False
             if self.foreign:
-                sys.excepthook(*sys.exc_info())
-                self._end_if_forked(1)
+                self._end_if_forked(_status_of(error))
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
             if fault := placement.fault():
@@ -265,6 +265,17 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _status_of(error: BaseException) -> int:
+    """Show how a fork of this rank ends, as Python does at the end of a program; returns its exit status."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return (error.code or 0) & 0xFF
+    if isinstance(error, SystemExit):
+        print(error.code, file=sys.stderr)
+    else:
+        sys.excepthook(type(error), hide_our_frames(error), error.__traceback__)
+    return 1
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -26,6 +27,7 @@ from ..driver.mesh_view import MeshView
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
+from ..launch.arguments import check_count
 from ..rank.interrupts import uninterrupted
 from ..region import current
 from ..spec import Layout
@@ -141,6 +143,7 @@ def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
         if not is_whole(size) or size < 1:
             expected = "a whole number, at least 1"
             raise MeshError(f"resize got a bad size for axis {name!r}", got=repr(size), expected=expected)
+    check_count(math.prod({**known, **axes}.values()), where)
     driver = mesh.driver
     driver.ready()
     if not driver.lasting:

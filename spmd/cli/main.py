@@ -166,6 +166,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _count(text: str) -> str:
     """A number of ranks, as the text that torchrun takes."""
+    from ..mesh.launch.arguments import MOST_RANKS
+
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {text!r}")
+    if int(text) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected a number, at most {MOST_RANKS}, got {text!r}")
     return text

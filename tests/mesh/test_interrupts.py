@@ -270,6 +270,36 @@ def test_handlers_that_make_calls_are_refused_in_the_middle_of_one(make_mesh, mo
     assert mesh.run(lambda: barrier()) == [None, None] and step(x).full().tolist() == [1, 1]
 
 
+class _Late:
+    """While it is pickled, an alarm comes that the program has set."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGALRM)
+        return str, ()
+
+
+class _Refuses:
+    def __reduce__(self):
+        raise TimeoutError("its own")
+
+
+def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
+    mesh, late, refuses = shared_mesh({"data": 2}), _Late(), _Refuses()
+
+    def stop(number, frame):
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for call in (lambda: mesh.run(repr, late), lambda: mesh.run(lambda: repr(late))):
+            with pytest.raises(TimeoutError, match="too late"):
+                call()
+        with pytest.raises(MeshError, match=r"cannot be sent.*'refuses'.*its own"):
+            mesh.run(lambda: repr(refuses))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("what", ["an Array", "an Array of a rank", "the values of a call"])
 def test_ctrl_c_while_a_value_goes(make_mesh, what):
     """Python ignores what finalizers raise: none may run where a signal is handled."""

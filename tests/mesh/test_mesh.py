@@ -69,6 +69,8 @@ def test_axes(make_mesh, monkeypatch):
         ({"a": 2.0}, {}, ["axis 'a' got a bad size"]),
         ({"": 2}, {}, ["bad axis name"]),
         ({3: 2}, {}, ["bad axis name", "got 3"]),
+        ({"a": 10**20}, {}, ["a mesh can't have so many ranks (expected at most 65536, got 100000000000000000000)"]),
+        ({"a": -1, "b": 1}, {"SPMD_RANKS": "99999999"}, ["so many ranks", "got 99999999"]),
         ({"a": -1, "b": -1}, {}, ["only one axis may have size -1"]),
         ({"a": -1, "b": 4}, {"SPMD_RANKS": "6"}, ["axis 'a' cannot be filled in", "SPMD_RANKS is 6"]),
         ({"a": -1}, {"SPMD_RANKS": "many"}, ["SPMD_RANKS is not a number of ranks", "'many'"]),

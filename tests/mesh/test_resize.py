@@ -549,6 +549,8 @@ def test_what_cannot_be(mesh: Mesh) -> None:
         mesh.resize({"model": 2})
     with pytest.raises(MeshError, match=r"bad size.*0"):
         mesh.resize({"data": 0})
+    with pytest.raises(MeshError, match=r"so many ranks .*got 1000000000"):
+        mesh.resize({"data": 10**9})
     with pytest.raises(MeshError, match="no such rank"):
         mesh.retire(2)
     counter = mesh.remote(list)

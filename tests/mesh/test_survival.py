@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -297,6 +298,24 @@ def test_a_rank_that_has_forked_is_replaced(make_mesh):
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_of_a_rank_ends_as_a_program_does(shared_mesh, capfd):
+    mesh = shared_mesh({"data": 2})
+
+    def status(code):
+        child = os.fork()
+        if child == 0:
+            if isinstance(code, float):
+                raise ValueError("in the child")
+            sys.exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    for code, expected in ((None, 0), (0, 0), (3, 3), ("no luck", 1), (1.0, 1)):
+        assert mesh.run(status, code) == [expected, expected]
+    shown = []
+    assert until(lambda: shown.append(capfd.readouterr().err) or "in the child" in "".join(shown))
+    assert "no luck" in (text := "".join(shown)) and "SystemExit" not in text and "worker.py" not in text
 
 
 def answers(mesh) -> bool:
