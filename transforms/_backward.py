@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import torch_compiled
 from ..kernels.call import labelled
-from ..kernels.torch_private import hooks_made
+from ..kernels.torch_private import has_compiler, hooks_made
 from ..mesh.replication.net import differ_over, mark_all
 from ._auxiliary import NO_AUX, Auxiliary
 from ._call import Call, Output, Solution
@@ -67,7 +66,8 @@ class Evaluated:
         The weights are not handed to torch as gradients: to compare their shapes it imports SymPy, which takes a third
         of a second on every rank.
         """
-        check_differentiated_once(self.call, self.value)
+        if has_compiler():
+            check_differentiated_once(self.call, self.value)
         seeds = [(self.value, self.share)] if self.value.requires_grad else []
         seeds += [(token, 0.0) for token in self.collectives.end]
         with torch.enable_grad():
@@ -114,7 +114,7 @@ class Plain:
         return call.evaluate(call.args, call.kwargs)
 
     def solve(self, call: Call) -> Solution:
-        if torch_compiled.has_inductor() and call.region is not None and call.region.session.layout.size > 1:
+        if has_compiler() and call.region is not None and call.region.session.layout.size > 1:
             prepare()
         hooks = hooks_made()
         with tokens() as collectives:
@@ -122,7 +122,8 @@ class Plain:
             collectives.stop()
             hooked = hooks_made() > hooks
             aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
-            look(call, call.args, call.kwargs, out, aux, call.plan.batch, bool(collectives.end))
+            if call.region is not None and call.key(len(aux.leaves)) not in call.region.looked_at:
+                look(call, call.args, call.kwargs, out, aux, call.plan.batch, bool(collectives.end))
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
 

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, is_whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import in_torch_func
+from ..kernels.torch_private import compiled_from, in_torch_func, untraced
 from ..mesh import trees
 from ..mesh.region import current, note_differentiated
 from ..mesh.replication.net import active
@@ -76,10 +74,10 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
         return f.transformed(transform, argnums, False, has_aux)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        _, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
+        _, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
         return (found, aux) if has_aux else found
 
-    return public(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return _named_as(f, gradient)
 
 
 @public
@@ -103,10 +101,10 @@ def value_and_grad(
         return f.transformed(transform, argnums, True, has_aux)
 
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
+        value, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
         return ((value, aux), found) if has_aux else (value, found)
 
-    return public(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return _named_as(f, value_and_gradient)
 
 
 def _check_axes(what: str, axes: Any) -> None:
@@ -127,13 +125,12 @@ class Transformable(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def _untraced() -> Callable:
-    """`_differentiate`; while torch compiles, a version that it doesn't trace: tape, hooks and buckets fit no graph."""
-    if is_dynamo_compiling() or torch_compiled.is_running():
-        return torch_compiled.uncompiled(_differentiate)
-    return _differentiate
+def _named_as(f: Callable, gradient: Callable) -> Callable:
+    """A gradient under its function's name; with the attributes of a compiled one, it would be taken for that."""
+    return public(gradient, like=f, updated=functools.WRAPPER_UPDATES if compiled_from(f) is None else ())
 
 
+# The compiler doesn't trace it: tape, hooks and buckets fit no graph.
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:
     name = getattr(f, "__name__", "the function")
     if in_torch_func():
@@ -208,6 +205,8 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     for number in chosen:
         if not is_whole(number) or not -count <= number < count:

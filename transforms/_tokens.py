@@ -26,7 +26,7 @@ from ..kernels.torch_private import being_recorded, in_torch_func, run_as_writte
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
-from .torch_private import being_exported, is_batch_of_gradients
+from .torch_private import is_batch_of_gradients
 
 
 class _State:
@@ -168,7 +168,7 @@ def refuse_recording(what: str) -> None:
             remedy="communicate before it or after it; or write Python's if and for, on numbers that all ranks "
             'have alike, as in if float(psum(x.sum(), "data")) > 0',
         )
-    if being_exported() or being_recorded():
+    if being_recorded():
         raise SpecError(
             f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
             "torch.export), which would keep its result as a constant",

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._spmd import spmd
-from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError, SpmdError, no_attribute
+from ..kernels.torch_private import untraced
 from ..mesh import donation, trees
 from ..mesh.array import Array
 from ..mesh.region import Update, current, noted_updates
@@ -198,7 +198,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
 @public
 def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A compiler would trace writes to memory that it knows nothing of.
-    return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)
+    return untraced(_stepped)(recipe, params, grads, opt_state)
 
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
