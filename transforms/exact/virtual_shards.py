@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.arguments import whole
+from ...kernels.call import word_key
 from ...kernels.errors import SpecError
-from ...kernels.word_key import word_key
 from ...mesh import trees
 from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
 from ...mesh.replication.net import mark
