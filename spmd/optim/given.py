@@ -38,12 +38,14 @@ class Known:
 
     Attributes:
         specs, axes: how the new parameters are cut, and the axes over which they differ; None where that isn't known.
+        label: the parameters' keys, compared between ranks that update a slice each.
     """
 
     indexes: tuple[int, ...]
     slices: tuple[Slice, ...]
     specs: tuple[P | None, ...]
     axes: tuple[frozenset[str] | None, ...]
+    label: str
 
 
 class Kinds:
@@ -104,16 +106,17 @@ class Given:
         new_state: dict[str, State] = {}
         new_hypers = [dict(hyper) for hyper in hypers]
         states = self.parts.states
-        members = [[one for one in self.parts.whole if one[1].group == group] for group in range(len(engines))]
-        groups = [group for group, some in enumerate(members) if some or not self.params]
-        leaves = [[leaf for _, leaf in members[group]] for group in groups]
-        given = [(some, [states[leaf.path] for leaf in some]) for some in leaves]
-        done = update([engines[group] for group in groups], given, [hypers[group] for group in groups], scale)
-        for group, (stepped, after, new_hypers[group]) in zip(groups, done, strict=True):
-            for (index, leaf), param, own in zip(members[group], stepped, after, strict=True):
-                new_params[index] = param
-                if own:
-                    new_state[leaf.path] = declared_as(leaf, own)
+        if self.parts.whole or not self.params:
+            members = [[one for one in self.parts.whole if one[1].group == group] for group in range(len(engines))]
+            groups = [group for group, some in enumerate(members) if some or not self.params]
+            leaves = [[leaf for _, leaf in members[group]] for group in groups]
+            given = [(some, [states[leaf.path] for leaf in some]) for some in leaves]
+            done = update([engines[group] for group in groups], given, [hypers[group] for group in groups], scale)
+            for group, (stepped, after, new_hypers[group]) in zip(groups, done, strict=True):
+                for (index, leaf), param, own in zip(members[group], stepped, after, strict=True):
+                    new_params[index] = param
+                    if own:
+                        new_state[leaf.path] = declared_as(leaf, own)
         for part in self.parts.slices:
             params = [self.params[i] for i in part.members]
             grads: list[Any] = [self.grads[i] for i in part.members]
@@ -165,6 +168,7 @@ def settle(
             tuple(
                 None if leaf.axes is None or leaf.grad_axes is None else leaf.axes | leaf.grad_axes for leaf in given
             ),
+            f"of {trees.keys_text(treedef)}",
         )
         if kind is not None and parts.are_kept:
             kinds.note(kind, known)
