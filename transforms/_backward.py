@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..kernels.call import labelled
 from ..kernels.torch_private import has_compiler, hooks_made
-from ..mesh.replication.net import differ_over, mark_all
+from ..mesh.replication.net import mark_all
+from ._arguments import Argument
 from ._auxiliary import NO_AUX, Auxiliary
 from ._call import Call, Output, Solution
 from ._linear_weights import linear_weights
@@ -99,7 +100,8 @@ class Plain:
     def __init__(self, nested: bool):
         self._nested = nested
 
-    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def primals(self, arguments: Sequence[Argument]) -> list[Tensor]:
+        leaves = [argument.leaf for argument in arguments]
         if self._nested:
             with torch.enable_grad():  # no_grad around a gradient makes it a constant, and not zero
                 found = [
@@ -107,7 +109,7 @@ class Plain:
                 ]
         else:
             found = [leaf.detach().requires_grad_() for leaf in leaves]
-        mark_all(found, differ_over(leaves))
+        mark_all(found, [argument.differs for argument in arguments])
         return found
 
     def evaluate(self, call: Call) -> Output:
@@ -174,7 +176,9 @@ def outermost(f: Evaluated) -> Solution:
     totals = [group.totals[index] for group, index in argument_slots]
     if not took_part:
         check_trains(call, f.value.requires_grad, totals)
-    _note(call, totals, [axes for _, axes in trained])
+    group, index = value_slot
+    value = group.totals[index]
+    _note(call, [*totals, value], [*(axes for _, axes in trained), call.over])
     if len(trained) == len(call.arguments):
         gradients = totals
     else:
@@ -184,8 +188,7 @@ def outermost(f: Evaluated) -> Solution:
         slot[0].totals[slot[1]] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
-    group, index = value_slot
-    return noted(call, group.totals[index], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
+    return value, gradients, f.aux.tree(leaves) if call.has_aux else ()
 
 
 Primals = list[tuple[Tensor, Slot]]

@@ -156,7 +156,7 @@ Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each 
 class Strategy(Protocol):
     """How a gradient is taken; chosen once, at its beginning."""
 
-    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def primals(self, arguments: Sequence[Argument]) -> list[Tensor]:
         """What the function is given in place of the leaves that it is differentiated by."""
 
     def solve(self, call: Call) -> Solution: ...

@@ -24,7 +24,7 @@ from ..mesh.region import current, note_differentiated
 from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
-from ._arguments import Argument, declared_in, prepare
+from ._arguments import Argument, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._empty_shards import EmptyShards
@@ -149,7 +149,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     chosen = _positions(argnums, len(args), name)
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
-    arguments, treedef = prepare(f, tuple(args[number] for number in chosen), region, over)
+    arguments, treedef, declares = prepare(f, tuple(args[number] for number in chosen), region, over)
     differentiated = [argument for argument in arguments if argument.primal is not None]
     leaves = [argument.leaf for argument in differentiated]
     if not leaves:
@@ -162,17 +162,16 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
         strategy = Exact()
     elif not nested and plan.leaves_ranks_out(region, over):
         strategy = EmptyShards(nested)
-    made = strategy.primals(leaves)
+    made = strategy.primals(differentiated)
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
-    declared = declared_in(primals, treedef)
-    if declared.any:
+    if declares.any:
         primals = trees.map(lambda node: node.local if is_sharded(node) else node, primals, is_leaf=is_sharded)
     full = list(args)
     for number, primal in zip(chosen, primals, strict=True):
         full[number] = primal
-    call = Call(f, name, has_aux, full, kwargs, arguments, declared.keys, region, plan, over, nested)
+    call = Call(f, name, has_aux, full, kwargs, arguments, declares.keys, region, plan, over, nested)
     value, gradients, aux = strategy.solve(call) if active() is None else left_out.solve(strategy, call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux

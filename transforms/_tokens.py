@@ -112,28 +112,25 @@ class Tokens:
 class tokens:
     """Link the collectives of a `with` block into a chain; within another chain they become part of that one."""
 
-    __slots__ = ("_is_outermost", "_state")
+    __slots__ = ("_is_outermost", "_region", "_state")
 
     def __enter__(self) -> Tokens:
         here = self._state = state()
         self._is_outermost = here.token is None
         if here.token is None:
             here.token = torch.zeros((), requires_grad=True, device="cpu")
-            self._mark(True)
+            self._region = current()
+            if self._region is not None:
+                self._region.in_gradient = True
         return Tokens(here.token)
 
     def __exit__(self, *_: object) -> None:
         if self._is_outermost:
             self._state.token = None
-            self._mark(False)
+            if self._region is not None:
+                self._region.in_gradient = False
             while self._state.afterwards:
                 self._state.afterwards.pop()()
-
-    @staticmethod
-    def _mark(begun: bool) -> None:
-        region = current()
-        if region is not None:
-            region.in_gradient = begun
 
 
 def after_gradient(callback: Callable[[], None]) -> bool:
