@@ -25,11 +25,7 @@ _MOVE = ("all_gather", "all_to_all")  # samples to other ranks, of which ranks m
 
 
 def word_key(*parts: object) -> int:
-    """A 63-bit number for a tuple of names and numbers, equal in every process: ranks compare it, or find things by it.
-
-    >>> word_key("comm", 1) == word_key("comm", 1) != word_key("comm", 2)
-    True
-    """
+    """A 63-bit number for names and numbers, equal in every process: ranks compare it, or find things by it."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return struct.unpack("<Q", digest)[0] >> 1
 

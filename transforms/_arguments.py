@@ -64,11 +64,7 @@ class Argument:
 def prepare(
     f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]
 ) -> tuple[list[Argument], Any, Declared]:
-    """The leaves of the arguments of `f` that were chosen, their treedef, and what they declare.
-
-    Args:
-        over: the axes of the mean.
-    """
+    """The leaves of the chosen arguments of `f`, their treedef, and what they declare; `over`: the mean's axes."""
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # `over` without the axes that a leaf differs over

@@ -23,7 +23,7 @@ from ..mesh.region import require
 from ..mesh.replication.net import active, marked
 from ._batch import Part, note_samples, part_of
 from ._grad import Transformable
-from ._plan import Plan, following, plan_of
+from ._plan import Plan, plan_of
 from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
@@ -187,21 +187,22 @@ class DataParallel(Transformable):
             _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
         if around.samples:
             _check_equal(samples, part, sizes, self._name)
-        plan = self._plan.of_batch(samples, part.virtual, part.leaves)
         net = active()
         if net is not None:
             net.samples = part.here
+        before, region.plan = region.plan, self._plan.of_batch(samples, part.virtual, part.leaves)
         try:
-            with following(region, plan):
-                if part.virtual is None:
-                    return self._step(*args, **kwargs)
-                with stepping(region, part.virtual):
-                    return without_batch(self._step(*args, **kwargs), self._name)
+            if part.virtual is None:
+                return self._step(*args, **kwargs)
+            with stepping(region, part.virtual):
+                return without_batch(self._step(*args, **kwargs), self._name)
         except Exception as error:
             if not isinstance(error, SpmdError):
                 note_samples(error, (args, kwargs), part)
                 _note_gradients(error)
             raise
+        finally:
+            region.plan = before
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
         return DataParallel(transform(self._step), self.batch, self._plan)

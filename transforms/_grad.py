@@ -67,17 +67,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
             `torch.inference_mode`; under `data_parallel(shards=)` also: `f` uses the batch without having it as an
             argument, or communicates over the axis that the batch is split over.
     """
-    check_function("grad", f, "grad(loss_fn)(params, batch)")
-    _check_axes("grad", axes)
-    if isinstance(f, Transformable):
-        transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
-        return f.transformed(transform, argnums, False, has_aux)
-
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        _, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
-        return (found, aux) if has_aux else found
-
-    return _named_as(f, gradient)
+    return _taken(grad, f, argnums, has_aux, axes)
 
 
 @public
@@ -94,24 +84,29 @@ def value_and_grad(
     Returns:
         A function that returns (value, gradient), or ((value, aux), gradient).
     """
-    check_function("value_and_grad", f, "value_and_grad(loss_fn)(params, batch)")
-    _check_axes("value_and_grad", axes)
-    if isinstance(f, Transformable):
-        transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
-        return f.transformed(transform, argnums, True, has_aux)
-
-    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
-        return ((value, aux), found) if has_aux else (value, found)
-
-    return _named_as(f, value_and_gradient)
+    return _taken(value_and_grad, f, argnums, has_aux, axes)
 
 
-def _check_axes(what: str, axes: Any) -> None:
+def _taken(transform: Callable, f: Callable, argnums: Any, has_aux: bool, axes: Any) -> Callable:
+    """What `grad` or `value_and_grad`, whichever `transform` is, makes of a function."""
+    what, with_value = transform.__name__, transform is value_and_grad
+    check_function(what, f, f"{what}(loss_fn)(params, batch)")
     names = () if axes is None or isinstance(axes, str) else axes
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         expected = "None, the name of a mesh axis, or a tuple of them"
         raise SpecError(f"{what} got bad axes", got=repr(axes), expected=expected)
+    if isinstance(f, Transformable):
+        transform = functools.partial(transform, argnums=argnums, has_aux=has_aux, axes=axes)
+        return f.transformed(transform, argnums, with_value, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
+        if with_value:
+            return ((value, aux), found) if has_aux else (value, found)
+        return (found, aux) if has_aux else found
+
+    # With the attributes of a compiled function, it would be taken for that.
+    return public(gradient, like=f, updated=functools.WRAPPER_UPDATES if compiled_from(f) is None else ())
 
 
 class Transformable(abc.ABC):
@@ -123,11 +118,6 @@ class Transformable(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-def _named_as(f: Callable, gradient: Callable) -> Callable:
-    """A gradient under its function's name; with the attributes of a compiled one, it would be taken for that."""
-    return public(gradient, like=f, updated=functools.WRAPPER_UPDATES if compiled_from(f) is None else ())
 
 
 # The compiler doesn't trace it: tape, hooks and buckets fit no graph.

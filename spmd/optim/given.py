@@ -52,18 +52,15 @@ class Kinds:
     """What was worked out for each kind of step in this process."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Known] = {}
+        self.known: dict[Any, Known] = {}
 
     def __reduce__(self) -> Any:
         return Kinds, ()
 
-    def get(self, kind: Any) -> Known | None:
-        return self._known.get(kind)
-
     def note(self, kind: Any, known: Known) -> None:
-        if len(self._known) >= KINDS:
-            del self._known[next(iter(self._known))]
-        self._known[kind] = known
+        if len(self.known) >= KINDS:
+            del self.known[next(iter(self.known))]
+        self.known[kind] = known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,7 +146,7 @@ def settle(
     leaves, treedef = tree
     found = _matched(treedef, grads)
     kind = None if groups else _kind(leaves, treedef, found, state)
-    known = None if kind is None else kinds.get(kind)
+    known = None if kind is None else kinds.known.get(kind)
     if known is not None:
         parts = Parts(known.slices, (), {part.key: part.localize(state[part.key]) for part in known.slices}, True)
     else:
