@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +12,6 @@ import torch
 
 from .callsite import warn
 from .errors import CollectiveMismatch, dtype_name
-from .word_key import word_key
 
 _EVEN = (
     ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
@@ -21,6 +22,12 @@ _PERM = (
     "without axis_index"
 )
 _MOVE = ("all_gather", "all_to_all")  # samples to other ranks, of which ranks may have unequal numbers
+
+
+def word_key(*parts: object) -> int:
+    """A 63-bit number for names and numbers, equal in every process: ranks compare it, or find things by it."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return struct.unpack("<Q", digest)[0] >> 1
 
 
 class _Labels(threading.local):

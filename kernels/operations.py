@@ -234,8 +234,9 @@ class Operations:
             self.drop()
             return
         self._watch.check()
-        self.progress_collectives()
-        self.progress_messages()
+        if self.queue or self.messages:
+            self.progress_collectives()
+            self.progress_messages()
         if not self.queue and not self.messages:
             _active.discard(self)
 

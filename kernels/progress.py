@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .call import word_key
 from .shm.arena import Arena
 from .shm.pages import PAGE
-from .word_key import word_key
 
 
 class ProgressCounters:

@@ -7,7 +7,6 @@ if the program has not imported it, nothing is compiled.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +17,6 @@ import torch
 from torch import fx, nn
 
 from . import torch_private
-
-
-def _compiler() -> Any:
-    """torch's compiler, if this program has imported it."""
-    return sys.modules.get("torch._dynamo.eval_frame")
 
 
 def original(function: Any) -> Any:
@@ -37,8 +31,7 @@ def original(function: Any) -> Any:
 
 
 def _context_of(function: Any) -> Any:
-    compiler = _compiler()
-    if compiler is None or torch_private.compiled_from(function) is None:
+    if torch_private.compiled_from(function) is None:
         return None
     for cell in function.__closure__ or ():
         if is_context(cell.cell_contents):
@@ -48,7 +41,7 @@ def _context_of(function: Any) -> Any:
 
 def is_context(obj: Any) -> bool:
     """Whether it is the object in which a module made by `torch.compile(module)` keeps its options."""
-    compiler = _compiler()
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and type(obj) is compiler.OptimizeContext
 
 
@@ -121,26 +114,6 @@ def _nothing() -> None:
     """A function to compile, for the sake of its context."""
 
 
-def attributes_to_copy(function: Any) -> tuple[str, ...]:
-    """The attributes that `functools.wraps` should copy from a function besides its name: none from a compiled one.
-
-    With the attributes of a compiled function, the compiler and pickle would take the wrapper for that function.
-    """
-    return functools.WRAPPER_UPDATES if original(function) is None else ()
-
-
-def is_running() -> bool:
-    """Whether a compiled function has called the code that runs now as plain Python."""
-    compiler = _compiler()
-    return compiler is not None and torch_private.compiler_listens()
-
-
-def uncompiled(function: Callable) -> Callable:
-    """The function, hidden from the compiler together with all that it calls."""
-    compiler = _compiler()
-    return function if compiler is None else torch.compiler.disable(function)
-
-
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
     """Inside this block, compiled functions run as the plain functions that they were made from.
@@ -148,7 +121,7 @@ def eagerly() -> Iterator[None]:
     For blocks under a mode of ours that sees every operation: the compiler would never compile a function that is
     first called under such a mode.
     """
-    if _compiler() is not None:
+    if torch_private.has_compiler():
         with torch.compiler.set_stance("force_eager"):
             yield
         _draw_as_eager()
@@ -156,7 +129,7 @@ def eagerly() -> Iterator[None]:
     try:
         yield
     finally:
-        if _compiler() is not None:  # the block has imported it, and it may have met functions
+        if torch_private.has_compiler():  # the block has imported it, and it may have met functions
             torch.compiler.reset()
     _draw_as_eager()
 

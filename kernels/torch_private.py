@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.hooks import RemovableHandle
-
-Node = Any  # an autograd node: the type `torch.autograd.graph.Node` lacks the attributes for saved tensors
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
@@ -191,36 +190,6 @@ def is_fake(tensor: Any) -> bool:
 # -- the tape, and transforms of torch.func ----------------------------------------------------------------------------
 
 
-def saved(node: Node, name: str) -> Any:
-    """What a node has saved for its backward, by the formula's name. Public way: none that says which node saved it."""
-    return getattr(node, f"_saved_{name}")
-
-
-def saves_itself(node: Node, name: str) -> Tensor | None:
-    """The tensor that a node has saved, if it was not packed by a hook; else None.
-
-    A packed tensor (`torch.utils.checkpoint`, `save_on_cpu`) may be read only once. Always None in torch 2.8, which
-    doesn't say whether it is packed. Public way: none.
-    """
-    kept = getattr(node, f"_raw_saved_{name}")
-    return None if getattr(kept, "unpack_hook", kept) is not None else getattr(kept, "data", None)
-
-
-def scales(node: Node) -> bool:
-    """Whether a node's product is multiplied by something other than 1. Public way: none."""
-    return getattr(node, "_saved_alpha", 1) != 1
-
-
-def sums_up(node: Node) -> bool:
-    """Whether a node is that of a loss with `reduction="sum"`. Public way: none."""
-    return getattr(node, "_saved_reduction", 1) == 2
-
-
-def order(node: Node) -> int:
-    """A number that grows with every node that this thread adds to a graph. Public way: none."""
-    return node._sequence_nr()
-
-
 def in_backward() -> bool:
     """Whether a backward pass runs on this thread. Public way: none; every graph would need a hook."""
     return torch._C._current_graph_task_id() != -1
@@ -256,10 +225,20 @@ def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def being_exported() -> bool:
+    """Whether `torch.export` is running.
+
+    Public way: `torch.compiler.is_exporting`, which is true in what `torch.compile` traces, too, until torch 2.12.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def being_recorded() -> bool:
-    """Whether `make_fx` (`torch.func.linearize`) or `torch.jit.trace` records operations. Public way: none."""
+    """Whether `torch.export`, `make_fx` (`torch.func.linearize`) or `torch.jit.trace` records operations. Public way:
+    none.
+    """
     records = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return records or torch._C._get_tracing_state() is not None
+    return records or torch._C._get_tracing_state() is not None or being_exported()
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -322,9 +301,22 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
-def compiler_listens() -> bool:
-    """Whether a compiled function runs and has called plain Python. Public way: `is_compiling`, true while tracing."""
-    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+def has_compiler() -> bool:
+    """Whether this program has imported torch's compiler: if not, nothing is compiled. Public way: none."""
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def is_traced() -> bool:
+    """Whether the compiler traces the code that runs now, or a compiled function has called it as plain Python.
+
+    Public way: `is_dynamo_compiling`, which is true while tracing alone.
+    """
+    return torch.compiler.is_dynamo_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def untraced(function: Callable) -> Callable:
+    """The function; while `is_traced`, one that the compiler doesn't see, together with all that it calls."""
+    return torch.compiler.disable(function) if is_traced() else function
 
 
 def tree_nodes() -> dict[type, Any]:

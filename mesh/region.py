@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.call import word_key
 from ..kernels.errors import MeshError
 from ..kernels.flat import storages
-from ..kernels.word_key import word_key
 from . import trees
 from .ambient import Ambient, under
 from .batch import BatchSplit

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_flag, checked_rank, checked_ranks, plain_text
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, PeerLost
+from ..kernels.torch_private import untraced
 from . import protocol, wire
 from .ambient import ambient
 from .display.notebook import shorten
@@ -38,7 +38,7 @@ REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replace
 @public
 def device_mesh(mesh: MeshView) -> Any:
     """On a rank, torch's `DeviceMesh` of the mesh's ranks, with the same axis names, over "spmd" process groups."""
-    return torch_compiled.uncompiled(_device_mesh)(mesh)
+    return untraced(_device_mesh)(mesh)
 
 
 def _device_mesh(mesh: MeshView) -> Any:

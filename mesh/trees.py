@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import optree
 
-from ..kernels.word_key import word_key
+from ..kernels.call import word_key
 from . import containers
 from .pickling.functions import travels_by_name
 

@@ -219,7 +219,7 @@ class Apply:
         looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:
             kept = CapturedState([(runner.module, type(runner.module).__name__)], (), buffers=False) if looks else None
-            if self._has_run or torch_compiled.is_running() or compiling:
+            if self._has_run or compiling or torch_private.is_traced():
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
                 with torch_compiled.eagerly(), Lent(self.skeleton, params, self._original()):

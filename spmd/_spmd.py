@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, overload
 from . import _dropped, _trace
 from ._nested import call_in_run, check_results, cut_here, declared_aux, declared_like, join_here
 from .checkpoint import fingerprint
-from .kernels import torch_compiled
 from .kernels.arguments import check_function
 from .kernels.callsite import public
 from .kernels.errors import MeshError, SpecError
+from .kernels.torch_private import is_traced
 from .mesh import trees
 from .mesh.calling import HasRefs, call
 from .mesh.display.notebook import shorten
@@ -126,7 +126,7 @@ class Spmd(Transformable):
         self.program = Program(f, out_specs, self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch_compiled.is_running() and current() is None:
+        if is_traced() and current() is None:
             raise SpecError(
                 f"torch.compile was given {self._name}, an @spmd function, or calls it",
                 remedy="compile what is inside: value_and_grad(torch.compile(loss_fn)), torch.compile(apply)",

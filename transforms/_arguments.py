@@ -38,11 +38,13 @@ class Argument:
         leaf: the argument's leaf, as the caller gave it.
         primal: what the function is given in its place; None where there is nothing to differentiate.
         reduce: the axes to sum its gradient over.
+        differs: the axes that it is marked with.
     """
 
     leaf: Any
     primal: Tensor | None = None
     reduce: tuple[str, ...] = ()
+    differs: frozenset[str] | None = None
 
     def zeros(self) -> Any:
         """The gradient of a leaf that is not differentiated."""
@@ -59,13 +61,15 @@ class Argument:
         return zeros if axes is None else mark(zeros, axes)
 
 
-def prepare(f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]) -> tuple[list[Argument], Any]:
-    """The leaves of the arguments of `f` that were chosen, and their treedef; `over` are the axes of the mean."""
+def prepare(
+    f: Callable, chosen: tuple, region: Region | None, over: tuple[str, ...]
+) -> tuple[list[Argument], Any, Declared]:
+    """The leaves of the chosen arguments of `f`, their treedef, and what they declare; `over`: the mean's axes."""
     leaves, treedef = trees.flatten(chosen)
     arguments, unknown, trained = [], [], []
     left: dict[Any, tuple[str, ...]] = {}  # `over` without the axes that a leaf differs over
-    declared_here = declared_in(chosen, treedef)
-    for leaf, axes in zip(leaves, declared_here.axes, strict=True):
+    declares = declared_in(chosen, treedef)
+    for leaf, axes in zip(leaves, declares.axes, strict=True):
         kind = type(leaf)
         if kind is not Tensor and isinstance(leaf, Array):
             axes = leaf.spec.axes
@@ -81,20 +85,20 @@ def prepare(f: Callable, chosen: tuple, region: Region | None, over: tuple[str, 
             trained.append((argument, axes))
     noted = differ_over([argument.leaf for argument, _ in trained])
     for (argument, declared), known in zip(trained, noted, strict=True):
-        axes = known if declared is None else declared
+        argument.differs, axes = known, known if declared is None else declared
         if axes is None and over:
             unknown.append(argument)
         if axes not in left:
             left[axes] = tuple(name for name in over if name not in (axes or ()))
         argument.reduce = left[axes]
     if unknown and region is not None:
-        with labelled(declared_here.keys):
+        with labelled(declares.keys):
             _compare(unknown, region, over)
         differing = _known_to_differ(f, unknown, region, over)
         _check_agreement(
             unknown, differing, region, lambda: dict(zip(map(id, arguments), trees.paths(chosen), strict=True))
         )
-    return arguments, treedef
+    return arguments, treedef, declares
 
 
 class Declared(NamedTuple):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import torch_compiled
 from ..kernels.call import labelled
-from ..kernels.torch_private import hooks_made
-from ..mesh.replication.net import differ_over, mark_all
+from ..kernels.torch_private import has_compiler, hooks_made
+from ..mesh.replication.net import mark_all
+from ._arguments import Argument
 from ._auxiliary import NO_AUX, Auxiliary
 from ._call import Call, Output, Solution
 from ._linear_weights import linear_weights
@@ -67,7 +67,8 @@ class Evaluated:
         The weights are not handed to torch as gradients: to compare their shapes it imports SymPy, which takes a third
         of a second on every rank.
         """
-        check_differentiated_once(self.call, self.value)
+        if has_compiler():
+            check_differentiated_once(self.call, self.value)
         seeds = [(self.value, self.share)] if self.value.requires_grad else []
         seeds += [(token, 0.0) for token in self.collectives.end]
         with torch.enable_grad():
@@ -99,7 +100,8 @@ class Plain:
     def __init__(self, nested: bool):
         self._nested = nested
 
-    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def primals(self, arguments: Sequence[Argument]) -> list[Tensor]:
+        leaves = [argument.leaf for argument in arguments]
         if self._nested:
             with torch.enable_grad():  # no_grad around a gradient makes it a constant, and not zero
                 found = [
@@ -107,14 +109,14 @@ class Plain:
                 ]
         else:
             found = [leaf.detach().requires_grad_() for leaf in leaves]
-        mark_all(found, differ_over(leaves))
+        mark_all(found, [argument.differs for argument in arguments])
         return found
 
     def evaluate(self, call: Call) -> Output:
         return call.evaluate(call.args, call.kwargs)
 
     def solve(self, call: Call) -> Solution:
-        if torch_compiled.has_inductor() and call.region is not None and call.region.session.layout.size > 1:
+        if has_compiler() and call.region is not None and call.region.session.layout.size > 1:
             prepare()
         hooks = hooks_made()
         with tokens() as collectives:
@@ -122,8 +124,9 @@ class Plain:
             collectives.stop()
             hooked = hooks_made() > hooks
             aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
-            communicates = bool(collectives.end)
-            look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
+            if call.region is not None and (hooked or call.key(len(aux.leaves)) not in call.region.looked_at):
+                communicates = bool(collectives.end)
+                look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
 
@@ -174,7 +177,9 @@ def outermost(f: Evaluated) -> Solution:
     totals = [group.totals[index] for group, index in argument_slots]
     if not took_part:
         check_trains(call, f.value.requires_grad, totals)
-    _note(call, totals, [axes for _, axes in trained])
+    group, index = value_slot
+    value = group.totals[index]
+    _note(call, [*totals, value], [*(axes for _, axes in trained), call.over])
     if len(trained) == len(call.arguments):
         gradients = totals
     else:
@@ -184,8 +189,7 @@ def outermost(f: Evaluated) -> Solution:
         slot[0].totals[slot[1]] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
-    group, index = value_slot
-    return noted(call, group.totals[index], call.over), gradients, f.aux.tree(leaves) if call.has_aux else ()
+    return value, gradients, f.aux.tree(leaves) if call.has_aux else ()
 
 
 Primals = list[tuple[Tensor, Slot]]

@@ -49,13 +49,15 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     leaves, treedef = trees.flatten(tree)
     cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
     whole: dict[int, int] = {}
+    is_alone = True  # no other axis cuts the samples of these
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if not leaf.dim():
                 problem = f"{called(index)} of {name} has no dimension to split"
                 raise SpecError(problem, remedy="pass scalars in another argument")
             spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
-            if axis in spec.axes and axis not in spec.dim_axes(0):
+            rows = spec.entries[:1]
+            if rows != (axis,) and axis in spec.axes and axis not in spec.dim_axes(0):
                 raise SpecError(
                     f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
                     got=repr(spec),
@@ -63,7 +65,10 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
                     where=session.where(),
                     remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
                 )
-            (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
+            if axis in (marked(leaf) or ()):
+                cut[index], is_alone = leaf.shape[0], is_alone and rows in ((axis,), (), (None,))
+            else:
+                whole[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
         batch_shards = region.batch.shards
         raise SpecError(
@@ -81,12 +86,12 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             where=session.where(),
             remedy="give all of it to the Loader's dataset, or pass all of it whole",
         )
-    common_length({**cut, **whole}, called, name)
+    if len({*cut.values(), *whole.values()}) > 1:
+        common_length({**cut, **whole}, called, name)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         # A leaf that is cut over other axes as well has fewer samples along this one.
-        along = {name for i in cut for name in getattr(leaves[i], "_spmd_spec", REPLICATED).dim_axes(0)}
-        known = region.batch.total if region.batch.axis == axis and along <= {axis} else None
+        known = region.batch.total if region.batch.axis == axis and is_alone else None
         total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)

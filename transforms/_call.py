@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -88,6 +91,10 @@ class Call:
             )
         return Output(value.reshape(()), None, aux)
 
+    def key(self, leaves: int) -> tuple[Any, ...]:
+        """What checks of the first call depend on that may be another thing in a later one, with this many in aux."""
+        return *code_of(self.function), self.nested, self.over, leaves, *self.plan.samples.items()
+
     @property
     def where(self) -> str:
         """On which rank the gradient is taken, for messages."""
@@ -108,6 +115,36 @@ class Call:
         return inverse(count) if count.is_cpu else count.reciprocal()
 
 
+def code_of(function: Any) -> tuple[Any, ...]:
+    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
+    held: list[Any] = []
+    while isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    if isinstance(function, types.FunctionType):
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                held.append(cell.cell_contents)
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        owner = function.__self__ if isinstance(function, types.MethodType) else function
+        held += [function, *getattr(owner, "__dict__", {}).values()]
+    words = tuple(word for word in map(_word, held) if isinstance(word, _WORDS))
+    return getattr(function, "__code__", type(function)), words
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_WORDS = (str, bool, types.CodeType)
+
+
+def _word(held: Any) -> Any:
+    """What a loss may depend on of what it holds; of a module like nn.MSELoss that is its `reduction`."""
+    if isinstance(held, _FUNCTIONS):
+        return held.__code__
+    own = getattr(held, "__dict__", {}).get("reduction")
+    return getattr(type(held), "reduction", held) if own is None else own
+
+
 def inverse(count: Tensor) -> float:
     """What a total is multiplied by to give a mean; infinite for a count of 0, so that the mean of nothing is NaN."""
     return 1.0 / float(count) if count else math.inf
@@ -119,7 +156,7 @@ Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each 
 class Strategy(Protocol):
     """How a gradient is taken; chosen once, at its beginning."""
 
-    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def primals(self, arguments: Sequence[Argument]) -> list[Tensor]:
         """What the function is given in place of the leaves that it is differentiated by."""
 
     def solve(self, call: Call) -> Solution: ...

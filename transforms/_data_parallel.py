@@ -23,7 +23,7 @@ from ..mesh.region import require
 from ..mesh.replication.net import active, marked
 from ._batch import Part, note_samples, part_of
 from ._grad import Transformable
-from ._plan import Plan, following, plan_of
+from ._plan import Plan, plan_of
 from ._tokens import in_gradient
 from .exact.virtual_shards import agreed, check_count, stepping, without_batch
 
@@ -155,8 +155,12 @@ class DataParallel(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")
-        key = argument.key(len(args))
-        if isinstance(key, str) and key not in kwargs:
+        at = argument.position
+        if at is not None and at < len(args):
+            batch = args[at]
+        elif argument.name in kwargs:
+            at, batch = None, kwargs[argument.name]
+        else:
             bound = inspect.signature(self._step).bind(*args, **kwargs)  # raises first if another argument is wrong
             raise SpecError(
                 f"{self._name} was called without its batch",
@@ -173,30 +177,32 @@ class DataParallel(Transformable):
                 where=region.session.where(),
                 remedy='leave shards= out, or use Mesh(device="cpu")',
             )
-        part = part_of(region, kwargs[key] if isinstance(key, str) else args[key], argument, self._name)
-        if isinstance(key, str):
-            kwargs[key] = part.tree
-        else:
-            args = (*args[:key], part.tree, *args[key + 1 :])
+        part = part_of(region, batch, argument, self._name)
+        if at is None:
+            kwargs[argument.name] = part.tree
+        elif part.tree is not batch:
+            args = (*args[:at], part.tree, *args[at + 1 :])
         sizes, samples = region.session.layout.axes, around.splitting(argument.axis, part.here, part.total)
-        _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
+        if part.total % sizes[argument.axis] and in_gradient():
+            _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
         if around.samples:
             _check_equal(samples, part, sizes, self._name)
-        plan = self._plan.of_batch(samples, part.virtual, part.leaves)
         net = active()
         if net is not None:
             net.samples = part.here
+        before, region.plan = region.plan, self._plan.of_batch(samples, part.virtual, part.leaves)
         try:
-            with following(region, plan):
-                if part.virtual is None:
-                    return self._step(*args, **kwargs)
-                with stepping(region, part.virtual):
-                    return without_batch(self._step(*args, **kwargs), self._name)
+            if part.virtual is None:
+                return self._step(*args, **kwargs)
+            with stepping(region, part.virtual):
+                return without_batch(self._step(*args, **kwargs), self._name)
         except Exception as error:
             if not isinstance(error, SpmdError):
                 note_samples(error, (args, kwargs), part)
                 _note_gradients(error)
             raise
+        finally:
+            region.plan = before
 
     def transformed(self, transform: Callable, argnums: Any, with_value: bool, has_aux: bool) -> DataParallel:
         return DataParallel(transform(self._step), self.batch, self._plan)
@@ -221,7 +227,7 @@ def _note_gradients(error: Exception) -> None:
 
 def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) -> None:
     """Refuse an uneven batch inside a gradient that began without knowing the weights of its parts."""
-    if in_gradient() and part.total % size and around.samples.get(axis) != (part.here, part.total):
+    if around.samples.get(axis) != (part.here, part.total):
         raise SpecError(
             f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
             got=f"{part.total} samples over {size} ranks",

@@ -14,19 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from ..kernels import torch_compiled
 from ..kernels.arguments import check_function, checked_flag, is_whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import in_torch_func
+from ..kernels.torch_private import compiled_from, in_torch_func, untraced
 from ..mesh import trees
 from ..mesh.region import current, note_differentiated
 from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
-from ._arguments import Argument, declared_in, prepare
+from ._arguments import Argument, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._empty_shards import EmptyShards
@@ -69,18 +67,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
             `torch.inference_mode`; under `data_parallel(shards=)` also: `f` uses the batch without having it as an
             argument, or communicates over the axis that the batch is split over.
     """
-    check_function("grad", f, "grad(loss_fn)(params, batch)")
-    _check_axes("grad", axes)
-    has_aux = checked_flag("grad", "has_aux", has_aux)
-    if isinstance(f, Transformable):
-        transform = functools.partial(grad, argnums=argnums, has_aux=has_aux, axes=axes)
-        return f.transformed(transform, argnums, False, has_aux)
-
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        _, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
-        return (found, aux) if has_aux else found
-
-    return public(gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return _taken(grad, f, argnums, has_aux, axes)
 
 
 @public
@@ -97,25 +84,30 @@ def value_and_grad(
     Returns:
         A function that returns (value, gradient), or ((value, aux), gradient).
     """
-    check_function("value_and_grad", f, "value_and_grad(loss_fn)(params, batch)")
-    _check_axes("value_and_grad", axes)
-    has_aux = checked_flag("value_and_grad", "has_aux", has_aux)
-    if isinstance(f, Transformable):
-        transform = functools.partial(value_and_grad, argnums=argnums, has_aux=has_aux, axes=axes)
-        return f.transformed(transform, argnums, True, has_aux)
-
-    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found, aux = _untraced()(f, argnums, has_aux, axes, args, kwargs)
-        return ((value, aux), found) if has_aux else (value, found)
-
-    return public(value_and_gradient, like=f, updated=torch_compiled.attributes_to_copy(f))
+    return _taken(value_and_grad, f, argnums, has_aux, axes)
 
 
-def _check_axes(what: str, axes: Any) -> None:
+def _taken(transform: Callable, f: Callable, argnums: Any, has_aux: bool, axes: Any) -> Callable:
+    """What `grad` or `value_and_grad`, whichever `transform` is, makes of a function."""
+    what, with_value = transform.__name__, transform is value_and_grad
+    check_function(what, f, f"{what}(loss_fn)(params, batch)")
     names = () if axes is None or isinstance(axes, str) else axes
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         expected = "None, the name of a mesh axis, or a tuple of them"
         raise SpecError(f"{what} got bad axes", got=repr(axes), expected=expected)
+    has_aux = checked_flag(what, "has_aux", has_aux)
+    if isinstance(f, Transformable):
+        transform = functools.partial(transform, argnums=argnums, has_aux=has_aux, axes=axes)
+        return f.transformed(transform, argnums, with_value, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, found, aux = untraced(_differentiate)(f, argnums, has_aux, axes, args, kwargs)
+        if with_value:
+            return ((value, aux), found) if has_aux else (value, found)
+        return (found, aux) if has_aux else found
+
+    # With the attributes of a compiled function, it would be taken for that.
+    return public(gradient, like=f, updated=functools.WRAPPER_UPDATES if compiled_from(f) is None else ())
 
 
 class Transformable(abc.ABC):
@@ -129,13 +121,7 @@ class Transformable(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def _untraced() -> Callable:
-    """`_differentiate`; while torch compiles, a version that it doesn't trace: tape, hooks and buckets fit no graph."""
-    if is_dynamo_compiling() or torch_compiled.is_running():
-        return torch_compiled.uncompiled(_differentiate)
-    return _differentiate
-
-
+# The compiler doesn't trace it: tape, hooks and buckets fit no graph.
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:
     name = getattr(f, "__name__", "the function")
     if in_torch_func():
@@ -154,7 +140,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     chosen = _positions(argnums, len(args), name)
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
-    arguments, treedef = prepare(f, tuple(args[number] for number in chosen), region, over)
+    arguments, treedef, declares = prepare(f, tuple(args[number] for number in chosen), region, over)
     differentiated = [argument for argument in arguments if argument.primal is not None]
     leaves = [argument.leaf for argument in differentiated]
     if not leaves:
@@ -167,17 +153,16 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
         strategy = Exact()
     elif not nested and plan.leaves_ranks_out(region, over):
         strategy = EmptyShards(nested)
-    made = strategy.primals(leaves)
+    made = strategy.primals(differentiated)
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
     primals = trees.unflatten(treedef, [a.leaf if a.primal is None else a.primal for a in arguments])
-    declared = declared_in(primals, treedef)
-    if declared.any:
+    if declares.any:
         primals = trees.map(lambda node: node.local if is_sharded(node) else node, primals, is_leaf=is_sharded)
     full = list(args)
     for number, primal in zip(chosen, primals, strict=True):
         full[number] = primal
-    call = Call(f, name, has_aux, full, kwargs, arguments, declared.keys, region, plan, over, nested)
+    call = Call(f, name, has_aux, full, kwargs, arguments, declares.keys, region, plan, over, nested)
     value, gradients, aux = strategy.solve(call) if active() is None else left_out.solve(strategy, call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux
@@ -210,6 +195,8 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     for number in chosen:
         if not is_whole(number) or not -count <= number < count:

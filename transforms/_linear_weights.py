@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import torch_private
-from ..kernels.torch_private import Node
+from ..kernels.torch_private import backward_keeps_tape
 from .compiled import weight_gradients
 from .compiled.weight_gradients import GraphWeight
+from .torch_private import Node, order, saves_itself, scales
+from .torch_private import saved as saved_by
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # The nodes of `x @ weight.t()`, with and without a bias; the weight is what their last edge leads to.
@@ -43,9 +44,9 @@ class LinearWeight:
 
         def compute(gradients: tuple[Tensor | None, ...]) -> None:
             # A backward pass that the function itself runs inside this one, over the same graph, retains the graph.
-            within_another = torch_private.backward_keeps_tape()
+            within_another = backward_keeps_tape()
             if gradients[0] is not None and not within_another:
-                fill_product(gradients[0], torch_private.saved(self.node, self.saved))
+                fill_product(gradients[0], saved_by(self.node, self.saved))
 
         return self.node.register_prehook(compute)
 
@@ -92,7 +93,7 @@ def linear_weights(
     alive: set[Node] = set()
     dead: set[Node] = set()
     # In the order of the layers, so that each search ends at the layer below.
-    found.sort(key=lambda weight: torch_private.order(weight.node))
+    found.sort(key=lambda weight: order(weight.node))
     return [weight for weight in found if _leads_to(weight.node, others, alive, dead)]
 
 
@@ -129,7 +130,7 @@ def _as_it_was(node: Node, saved: str) -> bool:
 
     An input that is recomputed or lies elsewhere (`torch.utils.checkpoint`, `save_on_cpu`) may be read only once.
     """
-    x: Any = None if torch_private.scales(node) else torch_private.saves_itself(node, saved)
+    x: Any = None if scales(node) else saves_itself(node, saved)
     return type(x) in _PLAIN and x.layout == torch.strided
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.callsite import public, warn
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import Node, is_fake, saved
+from ..kernels.torch_private import is_fake
+from .torch_private import Node, saved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

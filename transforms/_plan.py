@@ -82,18 +82,3 @@ def plan_of(region: Region | None) -> Plan:
 def current_plan() -> Plan:
     """The plan of the region that runs on this thread."""
     return plan_of(current())
-
-
-class following:
-    """Have a region follow a plan for the length of a `with` block."""
-
-    __slots__ = ("_before", "_plan", "_region")
-
-    def __init__(self, region: Region, plan: Plan):
-        self._region, self._plan = region, plan
-
-    def __enter__(self) -> None:
-        self._before, self._region.plan = self._region.plan, self._plan
-
-    def __exit__(self, *_: object) -> None:
-        self._region.plan = self._before

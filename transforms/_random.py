@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.call import word_key
 from ..kernels.callsite import public
-from ..kernels.word_key import word_key
 from ..mesh.region import require
 
 

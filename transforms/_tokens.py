@@ -26,7 +26,7 @@ from ..kernels.torch_private import being_recorded, in_torch_func, run_as_writte
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
-from .torch_private import being_exported, is_batch_of_gradients
+from .torch_private import is_batch_of_gradients
 
 
 class _State:
@@ -112,28 +112,25 @@ class Tokens:
 class tokens:
     """Link the collectives of a `with` block into a chain; within another chain they become part of that one."""
 
-    __slots__ = ("_is_outermost", "_state")
+    __slots__ = ("_is_outermost", "_region", "_state")
 
     def __enter__(self) -> Tokens:
         here = self._state = state()
         self._is_outermost = here.token is None
         if here.token is None:
             here.token = torch.zeros((), requires_grad=True, device="cpu")
-            self._mark(True)
+            self._region = current()
+            if self._region is not None:
+                self._region.in_gradient = True
         return Tokens(here.token)
 
     def __exit__(self, *_: object) -> None:
         if self._is_outermost:
             self._state.token = None
-            self._mark(False)
+            if self._region is not None:
+                self._region.in_gradient = False
             while self._state.afterwards:
                 self._state.afterwards.pop()()
-
-    @staticmethod
-    def _mark(begun: bool) -> None:
-        region = current()
-        if region is not None:
-            region.in_gradient = begun
 
 
 def after_gradient(callback: Callable[[], None]) -> bool:
@@ -168,7 +165,7 @@ def refuse_recording(what: str) -> None:
             remedy="communicate before it or after it; or write Python's if and for, on numbers that all ranks "
             'have alike, as in if float(psum(x.sum(), "data")) > 0',
         )
-    if being_exported() or being_recorded():
+    if being_recorded():
         raise SpecError(
             f"{what} was called while torch records operations (make_fx, torch.func.linearize, torch.jit.trace, "
             "torch.export), which would keep its result as a constant",

@@ -56,6 +56,7 @@ class Board:
         self.words = memoryview(self._shared).cast("Q")
         self._bytes = memoryview(self._shared)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
+        self._own = self._status(rank)
         self.bells = Bells(self.words, self.address, [self._status(each) + _BELL for each in range(size + 1)], rank)
         pages = map(self._status, range(size))
         self.stalls = Stalls(self.words, [(page + _STALL, page + _REGION, page + _ACTIVE) for page in pages], rank)
@@ -64,7 +65,7 @@ class Board:
         self._calls = ["", ""]
         self._traced, self._next_look = False, 0.0
         if rank < size:
-            base = self._status(rank)
+            base = self._own
             self.words[base + _STACKS] = 0  # before the process that it belongs to: one without would be killed
             self.words[base + _PID] = os.getpid()
             self.words[base + _BEGUN] = self.words[base + _DONE]  # of a rank that this one replaces
@@ -105,12 +106,12 @@ class Board:
     @property
     def top(self) -> int:
         """The end of the memory that this rank, or one that it replaces, has ever allocated."""
-        return self.words[self._status(self.rank) + _TOP]
+        return self.words[self._own + _TOP]
 
     @property
     def rose(self) -> Callable[[int], None]:
         """A function that notes a new `top`, and does not refer to this object."""
-        return functools.partial(self.words.__setitem__, self._status(self.rank) + _TOP)
+        return functools.partial(self.words.__setitem__, self._own + _TOP)
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 
@@ -132,9 +133,9 @@ class Board:
     def _write(self, start: int, length: int, text: str) -> None:
         data = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
         start += PAGE + self.rank * _STATUS
-        self.words[self._status(self.rank) + length] = 0
+        self.words[self._own + length] = 0
         self._bytes[start : start + len(data)] = data
-        self.words[self._status(self.rank) + length] = len(data)
+        self.words[self._own + length] = len(data)
 
     def _read(self, participant: int, start: int, length: int) -> str:
         start, at = start + PAGE + participant * _STATUS, self._status(participant) + length
@@ -144,7 +145,7 @@ class Board:
         return found.decode(errors="replace")
 
     def enter(self, region: int, call: str = "") -> None:
-        base = self._status(self.rank)
+        base = self._own
         if self._calls[region % 2] != call:
             self._calls[region % 2] = call
             self._call_at(self.rank, region)[:] = call.encode(errors="replace")[-_CALL_BYTES:].ljust(_CALL_BYTES, b"\0")
@@ -155,7 +156,7 @@ class Board:
         self.words[base + _REGION] = region
 
     def leave(self) -> None:
-        self.words[self._status(self.rank) + _ACTIVE] = 0
+        self.words[self._own + _ACTIVE] = 0
 
     def _call_at(self, participant: int, region: int) -> memoryview:
         start = PAGE + participant * _STATUS + _CALLS + region % 2 * _CALL_BYTES
@@ -183,11 +184,10 @@ class Board:
 
     def begin_task(self) -> None:
         """Count a task that this rank begins, in a region or alone."""
-        self.words[self._status(self.rank) + _BEGUN] += 1
+        self.words[self._own + _BEGUN] += 1
 
     def end_task(self) -> None:
-        base = self._status(self.rank)
-        self.words[base + _DONE] = self.words[base + _BEGUN]
+        self.words[self._own + _DONE] = self.words[self._own + _BEGUN]
 
     def tasks(self, rank: int) -> tuple[int, int]:
         """How many tasks a rank has begun, and how many it has done."""
@@ -196,7 +196,7 @@ class Board:
 
     def introduce(self, title: str) -> None:
         """Publish this driver's process, and the name of its mesh."""
-        self.words[self._status(self.rank) + _PID] = os.getpid()
+        self.words[self._own + _PID] = os.getpid()
         self.set_status(title)
 
     def region(self, rank: int) -> tuple[int, bool]:
@@ -215,7 +215,7 @@ class Board:
 
     def set_in_debugger(self, there: bool) -> None:
         """Publish whether this rank is at the prompt of a debugger."""
-        self.words[self._status(self.rank) + _DEBUGGED] = int(there)
+        self.words[self._own + _DEBUGGED] = int(there)
 
     def in_debugger(self) -> bool:
         """Whether some rank is at a debugger's prompt, or traced by one (gdb) that does not trace this process, too."""
@@ -231,8 +231,7 @@ class Board:
 
     def overwrite(self) -> None:
         """Publish that this rank begins to overwrite what was donated to its region."""
-        base = self._status(self.rank)
-        self.words[base + _OVERWRITTEN] = self.words[base + _REGION]
+        self.words[self._own + _OVERWRITTEN] = self.words[self._own + _REGION]
 
     def overwritten(self, region: int) -> bool:
         """Whether some rank has begun to overwrite donated values, in this region or in a later one."""
@@ -240,7 +239,7 @@ class Board:
 
     def publish_stacks(self, fd: int) -> None:
         """Publish the descriptor into which this process writes its stacks when it is asked to."""
-        self.words[self._status(self.rank) + _STACKS] = fd + 1
+        self.words[self._own + _STACKS] = fd + 1
 
     def process(self, rank: int) -> tuple[int, int]:
         """A rank's process, and the descriptor of its stacks; -1 if it has published none."""
@@ -252,7 +251,7 @@ class Board:
     def abort(self, text: str) -> None:
         """End the region for every rank of the mesh that waits; `text` says why, and does not overwrite the status."""
         self._write(_REASON, _REASON_LENGTH, text)
-        self.words[self._status(self.rank) + _ABORTED] = 1
+        self.words[self._own + _ABORTED] = 1
         self.words[_ABORT] = 1
         self.bells.ring(range(self.size))
 
@@ -269,7 +268,7 @@ class Board:
         A rank that failed in a later region has done its part in this one, so this one can end normally.
         """
         if self.words[_ABORT]:
-            at, words = self.words[self._status(self.rank) + _REGION], self.words
+            at, words = self.words[self._own + _REGION], self.words
             reasons = [
                 text
                 for who, text in self.aborted().items()
@@ -294,7 +293,7 @@ class Board:
 
     def quiet(self, generation: int) -> None:
         """Publish that this rank has left the failed region and is ready for `generation`."""
-        self.words[self._status(self.rank) + _QUIET] = generation
+        self.words[self._own + _QUIET] = generation
 
     def quiet_generation(self, rank: int) -> int:
         return self.words[self._status(rank) + _QUIET]

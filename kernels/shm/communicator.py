@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..arguments import check_tensor
-from ..call import Call, check_pieces, disagreement, labels
+from ..call import Call, check_pieces, disagreement, labels, word_key
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
@@ -20,7 +20,6 @@ from ..flat import as_bytes, contiguous, copy_back, sizes, writable
 from ..operations import Steps, Work
 from ..reduction import Op, reduce_in_order
 from ..waiting import turn, wait_until
-from ..word_key import word_key
 from .all_reduce import AllReduce
 from .arena import Arena
 from .native import NativeSum, all_reduction

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..call import check_received
+from ..call import check_received, word_key
 from ..collectives import matched
 from ..operations import Steps
-from ..word_key import word_key
 from .arena import Arena
 
 _RING = 32  # messages under way from one rank to another

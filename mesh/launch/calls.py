@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.call import other_calls
+from ...kernels.call import other_calls, word_key
 from ...kernels.flat import storages
 from ...kernels.torch_private import in_torch_func
-from ...kernels.word_key import word_key
 from .. import agreement, trees
 from ..agreement import path_in
 from ..ambient import made_within_torch_func

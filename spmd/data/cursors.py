@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.call import word_key
 from ..kernels.errors import SpecError, add_note
-from ..kernels.word_key import word_key
 from ..mesh.readers import process
 from ..transforms import numbered, permutation
 from .random_numbers import seed_generators

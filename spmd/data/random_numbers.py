@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..kernels.word_key import word_key
+from ..kernels.call import word_key
 from ..mesh.readers import process
 from ..mesh.region import seed_others
 

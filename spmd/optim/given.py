@@ -38,30 +38,29 @@ class Known:
 
     Attributes:
         specs, axes: how the new parameters are cut, and the axes over which they differ; None where that isn't known.
+        label: the parameters' keys, compared between ranks that update a slice each.
     """
 
     indexes: tuple[int, ...]
     slices: tuple[Slice, ...]
     specs: tuple[P | None, ...]
     axes: tuple[frozenset[str] | None, ...]
+    label: str
 
 
 class Kinds:
     """What was worked out for each kind of step in this process."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Known] = {}
+        self.known: dict[Any, Known] = {}
 
     def __reduce__(self) -> Any:
         return Kinds, ()
 
-    def get(self, kind: Any) -> Known | None:
-        return self._known.get(kind)
-
     def note(self, kind: Any, known: Known) -> None:
-        if len(self._known) >= KINDS:
-            del self._known[next(iter(self._known))]
-        self._known[kind] = known
+        if len(self.known) >= KINDS:
+            del self.known[next(iter(self.known))]
+        self.known[kind] = known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,16 +103,17 @@ class Given:
         new_state: dict[str, State] = {}
         new_hypers = [dict(hyper) for hyper in hypers]
         states = self.parts.states
-        members = [[one for one in self.parts.whole if one[1].group == group] for group in range(len(engines))]
-        groups = [group for group, some in enumerate(members) if some or not self.params]
-        leaves = [[leaf for _, leaf in members[group]] for group in groups]
-        given = [(some, [states[leaf.path] for leaf in some]) for some in leaves]
-        done = update([engines[group] for group in groups], given, [hypers[group] for group in groups], scale)
-        for group, (stepped, after, new_hypers[group]) in zip(groups, done, strict=True):
-            for (index, leaf), param, own in zip(members[group], stepped, after, strict=True):
-                new_params[index] = param
-                if own:
-                    new_state[leaf.path] = declared_as(leaf, own)
+        if self.parts.whole or not self.params:
+            members = [[one for one in self.parts.whole if one[1].group == group] for group in range(len(engines))]
+            groups = [group for group, some in enumerate(members) if some or not self.params]
+            leaves = [[leaf for _, leaf in members[group]] for group in groups]
+            given = [(some, [states[leaf.path] for leaf in some]) for some in leaves]
+            done = update([engines[group] for group in groups], given, [hypers[group] for group in groups], scale)
+            for group, (stepped, after, new_hypers[group]) in zip(groups, done, strict=True):
+                for (index, leaf), param, own in zip(members[group], stepped, after, strict=True):
+                    new_params[index] = param
+                    if own:
+                        new_state[leaf.path] = declared_as(leaf, own)
         for part in self.parts.slices:
             params = [self.params[i] for i in part.members]
             grads: list[Any] = [self.grads[i] for i in part.members]
@@ -146,7 +146,7 @@ def settle(
     leaves, treedef = tree
     found = _matched(treedef, grads)
     kind = None if groups else _kind(leaves, treedef, found, state)
-    known = None if kind is None else kinds.get(kind)
+    known = None if kind is None else kinds.known.get(kind)
     if known is not None:
         parts = Parts(known.slices, (), {part.key: part.localize(state[part.key]) for part in known.slices}, True)
     else:
@@ -165,6 +165,7 @@ def settle(
             tuple(
                 None if leaf.axes is None or leaf.grad_axes is None else leaf.axes | leaf.grad_axes for leaf in given
             ),
+            f"of {trees.keys_text(treedef)}",
         )
         if kind is not None and parts.are_kept:
             kinds.note(kind, known)
@@ -182,7 +183,7 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
     if region is None or axes is None:
         return None
     session = region.session
-    specs = tuple([getattr(leaf, "_spmd_spec", None) for leaf in leaves])
+    specs = tuple([spec and spec.entries for leaf in leaves for spec in (getattr(leaf, "_spmd_spec", None),)])
     virtual = transforms.current_plan().virtual is None
     return treedef, kinds, specs, axes, tuple(state), session.layout, session.rank, session.backend, virtual
 

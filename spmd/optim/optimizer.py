@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._spmd import spmd
-from ..kernels import torch_compiled
 from ..kernels.call import labelled
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError, SpmdError, no_attribute
+from ..kernels.torch_private import untraced
 from ..mesh import donation, trees
 from ..mesh.array import Array
 from ..mesh.region import Update, current, noted_updates
@@ -198,7 +198,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
 @public
 def _step(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     # A compiler would trace writes to memory that it knows nothing of.
-    return torch_compiled.uncompiled(_stepped)(recipe, params, grads, opt_state)
+    return untraced(_stepped)(recipe, params, grads, opt_state)
 
 
 def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -215,21 +215,21 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     donation.spare_repeated(step.params)
     now = hypers if count is None or recipe.schedule is None else recipe.schedule.at(int(count), hypers)
     scale = None if recipe.clip is None else clipping.scale_of(recipe.clip, step.params, step.grads)
-    keys = trees.keys_text(treedef)  # compared between ranks that update a slice each
     try:
-        with torch.set_grad_enabled(False), labelled(f"of {keys}"):
+        with torch.set_grad_enabled(False), labelled(step.known.label):
             new_params, new_state, new_hypers = step.update(recipe.engines, now, scale)
     finally:
         donation.close()
     step.mark(new_params)
     for index, new in zip(step.known.indexes, new_params, strict=True):
         leaves[index] = new
-    # A value that the schedule set for this step alone must not be what the next step starts from.
-    kept_hypers = [
-        {name: hyper[name] if name in hyper and value is scheduled[name] else value for name, value in new.items()}
-        for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
-    ]
-    new_opt_state = {"state": new_state, **_written(recipe, kept_hypers, hypers, opt_state)}
+    if count is not None:
+        # A value that the schedule set for this step alone must not be what the next step starts from.
+        new_hypers = [
+            {name: hyper[name] if name in hyper and value is scheduled[name] else value for name, value in new.items()}
+            for hyper, scheduled, new in zip(hypers, now, new_hypers, strict=True)
+        ]
+    new_opt_state = {"state": new_state, **_written(recipe, new_hypers, hypers, opt_state)}
     if count is not None:
         new_opt_state["count"] = count + 1
     updates = noted_updates()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .. import transforms
+from ..kernels.call import word_key
 from ..kernels.errors import MeshError, SpecError, dtype_name
-from ..kernels.word_key import word_key
 from ..mesh.region import current
 from ..mesh.spec import Sharded
 from .engine import Engine

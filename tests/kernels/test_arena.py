@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from patience import until
 
 from spmd import CollectiveMismatch, MeshError, PeerLost
+from spmd.kernels.call import word_key
 from spmd.kernels.errors import Aborted
 from spmd.kernels.shm import arena as arena_module
 from spmd.kernels.shm import board, pages
@@ -28,7 +29,6 @@ from spmd.kernels.shm.arena import Arena
 from spmd.kernels.shm.blocks import Result
 from spmd.kernels.shm.heap import Heap
 from spmd.kernels.shm.pages import PAGE, any_copied
-from spmd.kernels.word_key import word_key
 
 SIZE = 2
 EVERYONE = tuple(range(SIZE))

@@ -21,7 +21,7 @@ import spmd.kernels
 import spmd.mesh
 import spmd.transforms
 from spmd.kernels import torch_private
-from spmd.transforms.torch_private import hooks_gradient
+from spmd.transforms import torch_private as of_transforms
 
 
 class Followed(torch.Tensor):
@@ -135,34 +135,34 @@ def saved() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
     for y, name in ((nn.functional.linear(x, w), "self"), (nn.functional.linear(x, w, torch.ones(4)), "mat1")):
         assert y.grad_fn.name() in ("MmBackward0", "AddmmBackward0")
-        assert torch.equal(torch_private.saved(y.grad_fn, name), x)
-        itself = torch_private.saves_itself(y.grad_fn, name)
+        assert torch.equal(of_transforms.saved(y.grad_fn, name), x)
+        itself = of_transforms.saves_itself(y.grad_fn, name)
         assert torch.equal(itself, x) if hasattr(torch._C._autograd.SavedTensor, "data") else itself is None
-        assert not torch_private.scales(y.grad_fn)
+        assert not of_transforms.scales(y.grad_fn)
 
 
 def packed() -> None:
     """The tensor of a layer whose activations are computed again is not taken."""
     w, b = torch.ones(4, 3, requires_grad=True), torch.ones(4, requires_grad=True)
     y = checkpoint(lambda x: nn.functional.linear(x, w, b), torch.ones(2, 3, requires_grad=True), use_reentrant=False)
-    assert torch_private.saves_itself(y.grad_fn, "mat1") is None
+    assert of_transforms.saves_itself(y.grad_fn, "mat1") is None
 
 
 def scales() -> None:
     w = torch.ones(3, 4, requires_grad=True)
-    assert torch_private.scales(torch.addmm(torch.ones(4), torch.ones(2, 3), w, alpha=2).grad_fn)
+    assert of_transforms.scales(torch.addmm(torch.ones(4), torch.ones(2, 3), w, alpha=2).grad_fn)
 
 
 def sums_up() -> None:
     x, mse = torch.ones(2, requires_grad=True), torch.nn.functional.mse_loss
-    assert torch_private.sums_up(mse(x, torch.zeros(2), reduction="sum").grad_fn)
-    assert not torch_private.sums_up(mse(x, torch.zeros(2)).grad_fn)
+    assert of_transforms.sums_up(mse(x, torch.zeros(2), reduction="sum").grad_fn)
+    assert not of_transforms.sums_up(mse(x, torch.zeros(2)).grad_fn)
 
 
 def order() -> None:
     x = torch.ones(1, requires_grad=True)
     first, second = x + 1, x * 2
-    assert torch_private.order(first.grad_fn) < torch_private.order(second.grad_fn)
+    assert of_transforms.order(first.grad_fn) < of_transforms.order(second.grad_fn)
 
 
 def in_backward() -> None:
@@ -189,9 +189,9 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x)
         handle = register(x, lambda _: None)
         assert torch_private.has_hooks(x)
-        assert hooks_gradient(x) == (register is torch.Tensor.register_hook)
+        assert of_transforms.hooks_gradient(x) == (register is torch.Tensor.register_hook)
         handle.remove()
-        assert not torch_private.has_hooks(x) and not hooks_gradient(x)
+        assert not torch_private.has_hooks(x) and not of_transforms.hooks_gradient(x)
 
 
 def in_torch_func() -> None:
@@ -237,7 +237,13 @@ def being_recorded() -> None:
         return x * 2
 
     f(torch.ones(2))
-    for record in (make_fx(f), lambda x: torch.func.linearize(f, x), lambda x: torch.jit.trace(f, x)):
+    exported = type("Exported", (nn.Module,), {"forward": lambda self, x: f(x)})()
+    for record in (
+        make_fx(f),
+        lambda x: torch.func.linearize(f, x),
+        lambda x: torch.jit.trace(f, x),
+        lambda x: torch.export.export(exported, (x,), strict=False),
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.jit, and of linearize itself
             record(torch.ones(2))

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import being_exported, in_torch_func
 from ...mesh import trees
 from ...mesh.region import current
 from .._tokens import state
-from ..torch_private import being_exported
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from ...kernels import torch_compiled, torch_private
-from ...kernels.torch_private import Node
+from ..torch_private import Node
 
 Fill = Callable[..., None]
 """`fill(left, right, borrowed=True)`: the graph reuses the factors' memory as soon as the call returns."""
@@ -53,9 +53,10 @@ _running = _Running()
 
 
 def prepare() -> None:
-    """Rewrite all graphs that Inductor compiles from now on; for programs that have imported Inductor."""
-    torch_compiled.rewrite_graphs(_rewrite, _SOURCE)
-    _operator()
+    """Rewrite all graphs that Inductor compiles from now on, in a program that has imported it."""
+    if torch_compiled.has_inductor():
+        torch_compiled.rewrite_graphs(_rewrite, _SOURCE)
+        _operator()
 
 
 @functools.cache

@@ -62,10 +62,10 @@ def applies(region: Region, plan: Plan, over: tuple[str, ...], nested: bool, arg
 class Exact:
     """Runs the shards of a rank one after another, and combines their results by position."""
 
-    def primals(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        others = iter(Plain(nested=False).primals([leaf for leaf in leaves if not isinstance(leaf, Tracked)]))
+    def primals(self, arguments: Sequence[Argument]) -> list[Tensor]:
+        others = iter(Plain(nested=False).primals([one for one in arguments if not isinstance(one.leaf, Tracked)]))
         # A new tensor for each: the same leaf of the batch may also be passed as another argument.
-        return [as_tracked(leaf) if isinstance(leaf, Tracked) else next(others) for leaf in leaves]
+        return [as_tracked(one.leaf) if isinstance(one.leaf, Tracked) else next(others) for one in arguments]
 
     def solve(self, call: Call) -> Solution:
         region, plan = call.region, call.plan

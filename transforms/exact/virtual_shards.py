@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.arguments import whole
+from ...kernels.call import word_key
 from ...kernels.errors import SpecError
-from ...kernels.word_key import word_key
 from ...mesh import trees
 from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
 from ...mesh.replication.net import mark
 from ...mesh.spec import Sharded, is_sharded
-from .._plan import following, plan_of
+from .._plan import plan_of
 from .shards import VirtualShards
 from .tracked import Tracked, plain
 
@@ -120,11 +120,11 @@ def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None
     again = [virtual.calls] if virtual.calls else []
     _reseed(region, "shard", shard, *others, *again)
     samples = plan.splitting(virtual.axis, virtual.sizes[shard], virtual.total)
+    region.plan = dataclasses.replace(plan, samples=samples, shard=shard)
     try:
-        with following(region, dataclasses.replace(plan, samples=samples, shard=shard)):
-            yield
+        yield
     finally:
-        region.random, region.alike = random
+        region.plan, (region.random, region.alike) = plan, random
 
 
 def without_batch(result: Any, name: str) -> Any:

@@ -7,8 +7,6 @@ Invariant: functions that communicate are evaluated only once, or ranks would wa
 from __future__ import annotations
 
 import collections
-import functools
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +16,11 @@ from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
 from ...mesh.purity.captured import NOT_REENTRANT
-from ...mesh.rank.references import content_of
 from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
-from .._call import Call, Output
+from .._call import Call, Output, code_of
 from .._mean_of import warn_of_weights
-from ..torch_private import hooks_gradient
+from ..torch_private import hooks_gradient, saved
 from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
 from .samples import look_at_samples, nodes
@@ -64,15 +61,18 @@ def look(
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
+    key = call.key(len(aux.leaves))
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
         # Which arguments are cut follows from the signature of the call, so it is determined once.
-        lookup = (call.region.looks, *_code(call.function), call.over, len(aux.leaves))
+        lookup = (call.region.looks, *key)
         if lookup in call.region.looked_at and not hooked:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
-    key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items(), *sorted(split))
+    elif batch or not aux.leaves:
+        lookup = key  # the caller asks for it before the next look
+    key = (*key, tuple(sorted(split)))
     with_hooks = (*key, "hooks")
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
@@ -93,10 +93,11 @@ def look(
     if split and batch and batch[0].shape[0] and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
         if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
-            _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
+            _judged[code_of(call.function)] = _SIGNATURES  # no second warning at the next signature
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
+    call.region.looked_at.add(lookup)
 
 
 def _is_judged(call: Call, out: Output) -> bool:
@@ -105,27 +106,9 @@ def _is_judged(call: Call, out: Output) -> bool:
         return False
     if len(_judged) >= _MOST:
         _judged.clear()
-    key = _code(call.function)
+    key = code_of(call.function)
     _judged[key] += 1
     return _judged[key] <= _SIGNATURES
-
-
-def _code(function: Any) -> tuple[Any, ...]:
-    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
-    words: list[Any] = []
-    while isinstance(function, functools.partial):
-        words += [*function.args, *function.keywords.values()]
-        function = function.func
-    if isinstance(function, types.FunctionType):
-        held = [content_of(cell) for cell in function.__closure__ or ()]
-        words += [*held, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    else:
-        owner = function.__self__ if isinstance(function, types.MethodType) else function
-        words += [function, *getattr(owner, "__dict__", {}).values()]
-    words = [getattr(word, "reduction", word) for word in words]  # of a module like nn.MSELoss
-    words = [getattr(word, "__code__", None) if callable(word) else word for word in words]
-    constants = tuple(word for word in words if isinstance(word, str | bool | types.CodeType))
-    return getattr(function, "__code__", type(function)), constants
 
 
 # -- the tape ----------------------------------------------------------------------------------------------------------
@@ -149,7 +132,7 @@ def _look_at_tape(call: Call, out: Output, has_part: bool, rows: int) -> bool:
                 "value of the whole mesh, where grad takes that of the mean over ranks",
                 remedy="use psum, all_gather and this library's other collectives; or torch's backward in mesh.run",
             )
-        if has_part and name in _EMBEDDINGS and torch_private.saved(node, "scale_grad_by_freq"):
+        if has_part and name in _EMBEDDINGS and saved(node, "scale_grad_by_freq"):
             raise SpecError(
                 f"{call.name} scales an embedding's gradient by how often an index is in the batch",
                 got="a part of the batch on each rank, or in each virtual shard",

@@ -15,13 +15,13 @@ from torch import Tensor
 from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
-from ...kernels.torch_private import Node
 from ...mesh import trees
 from ...mesh.put import as_tensor, number_or_tensor
 from ...mesh.replication.net import active, differs_over
 from .._arguments import Argument
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
+from ..torch_private import Node, saved, sums_up
 from .parts import FEWEST, look_at_parts
 from .repeated import Repeated
 
@@ -102,9 +102,9 @@ def _may_be_sum(end: Node | None, rows: int) -> bool:
     for node in nodes(end):
         name = type(node).__name__
         if name in ("SumBackward0", "SumBackward1"):
-            if any(size and size % rows == 0 for size in torch_private.saved(node, "self_sym_sizes")):
+            if any(size and size % rows == 0 for size in saved(node, "self_sym_sizes")):
                 return True
-        elif name in _ADD_UP or (("Loss" in name or "CrossEntropy" in name) and torch_private.sums_up(node)):
+        elif name in _ADD_UP or (("Loss" in name or "CrossEntropy" in name) and sums_up(node)):
             return True
     return False
 
