@@ -139,10 +139,9 @@ _WORDS = (str, bool, types.CodeType)
 
 def _word(held: Any) -> Any:
     """What a loss may depend on of what it holds; of a module like nn.MSELoss that is its `reduction`."""
-    if isinstance(held, _FUNCTIONS):
-        return held.__code__
-    own = getattr(held, "__dict__", {}).get("reduction")
-    return getattr(type(held), "reduction", held) if own is None else own
+    if "reduction" in getattr(held, "__dict__", ()) or hasattr(type(held), "reduction"):
+        return getattr(held, "reduction", None)
+    return getattr(held, "__code__", None) if isinstance(held, _FUNCTIONS) else held
 
 
 def inverse(count: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -189,6 +189,34 @@ def test_a_sum_over_one_sample_a_rank_and_the_same_code_again(mesh: Mesh) -> Non
     gradients(mesh, made("mean"), params, X[:2])
     with pytest.raises(SpecError, match="returns a sum over its samples"):
         gradients(mesh, made("sum"), params, X[:2])
+
+
+class Chosen(NamedTuple):
+    reduction: str
+
+
+class Scaled:
+    by = functools.lru_cache(lambda self, reduction: 1.0)
+
+
+def test_a_sum_by_what_a_loss_holds(mesh: Mesh) -> None:
+    """Of losses with the same code: a name in a tuple says which; a method that is cached has no code itself."""
+
+    def made(chosen: Chosen, scale: Callable) -> Callable:
+        def loss_fn(params, batch):
+            return scale(chosen.reduction) * F.mse_loss(batch @ params["w"], batch[:, 0], reduction=chosen.reduction)
+
+        return loss_fn
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, summed, batch):
+        return grad(made(Chosen("sum" if summed > 0 else "mean"), Scaled().by))(params, batch)
+
+    params = {"w": torch.ones(3)}
+    fetch(step(params, torch.tensor(0.0), X))
+    with pytest.raises(SpecError, match="returns a sum over its samples"):
+        fetch(step(params, torch.tensor(1.0), X))
 
 
 def attacked(params: Any, x: Tensor, loss: Callable, sharded: bool) -> Tensor:
