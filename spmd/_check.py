@@ -25,13 +25,14 @@ from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.ambient import ambient
 from .mesh.array import Array, meta
-from .mesh.launch.arguments import MOST_RANKS
 from .mesh.program import CompiledCall
 from .mesh.put import is_array
 from .mesh.rank.planned import PlannedSession
 from .mesh.replication.values import Check
 from .mesh.request import Request
 from .mesh.spec import RAGGED, REPLICATED, Layout
+
+_MOST_RANKS = 1 << 20  # none of which is started; a typing error would take all memory
 
 
 class _PlannedMesh:
@@ -51,7 +52,7 @@ class _PlannedMesh:
 
 @public
 def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
-    """What a step returns on a mesh of any size, or the error that it raises there, without starting a rank.
+    """What a step returns on a mesh of up to a million ranks, or the error that it raises there, without starting any.
 
     >>> step = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"))
     >>> check(step, {"data": 4096}, torch.empty(8192, 3, device="meta"))
@@ -78,8 +79,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
     for name, size in axes.items():
         if not is_whole(size) or size < 1:
             raise SpecError("check got a bad axis", got=f"{name!r}: {size!r}", expected="sizes of at least 1")
-    if (ranks := math.prod(axes.values())) > MOST_RANKS:
-        raise SpecError("check got a mesh of too many ranks", got=str(ranks), expected=f"at most {MOST_RANKS}")
+    if (ranks := math.prod(axes.values())) > _MOST_RANKS:
+        raise SpecError("check got a mesh of too many ranks", got=str(ranks), expected=f"at most {_MOST_RANKS}")
     check_function("check", step, "check(step, axes, *args)")
     wrapped: Any = step if isinstance(step, Spmd) else spmd(step)
     mesh: Any = _PlannedMesh(Layout(tuple(axes.items())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # `signal` wraps each of these functions in look-ups of enumerations, which makes them ten times as slow.
 import _signal  # type: ignore[import-not-found]
+import functools
 import signal
 import threading
 from typing import Any
@@ -65,10 +66,17 @@ class uninterrupted:
 
 def raised_by_handler(error: BaseException) -> bool:
     """Whether the handler of a signal has raised this, a timeout of the program's, say: it may come anywhere."""
-    codes = [getattr(_signal.getsignal(number), "__code__", None) for number in _HANDLED]
+    codes = [_code_of(_signal.getsignal(number)) for number in _HANDLED]
     traceback = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code in codes:
             return True
         traceback = traceback.tb_next
     return False
+
+
+def _code_of(handler: Any) -> Any:
+    """The code that a handler runs: a function's, a method's, a partial's, or an object's `__call__`."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)

@@ -80,6 +80,7 @@ def test_what_the_call_would_refuse():
     assert 'psum got an unknown "axis"' in refused(spmd(lambda x: psum(x, "rows")), torch.ones(3))
     assert "expected sizes of at least 1" in refused(spmd(lambda x: x), torch.ones(3), axes={"data": -1})
     assert "too many ranks" in refused(spmd(lambda x: x), torch.ones(3), axes={"data": 10**9, "model": 10**9})
+    assert check(spmd(lambda x: x), {"data": 1 << 17}, torch.ones(3)).shape == (3,)  # more than any mesh can have
     with pytest.raises(RuntimeError, match="dim"):
         check(spmd(lambda x: x @ torch.ones(3, 3), in_specs=cut), HUGE, meta(8192, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import itertools
 import os
@@ -289,11 +290,18 @@ def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
     def stop(number, frame):
         raise TimeoutError("too late")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    class Stop:
+        def __call__(self, number, frame):
+            stop(number, frame)
+
+    before = signal.getsignal(signal.SIGALRM)
+    calls = (lambda: mesh.run(repr, late), lambda: mesh.run(lambda: repr(late)))
     try:
-        for call in (lambda: mesh.run(repr, late), lambda: mesh.run(lambda: repr(late))):
-            with pytest.raises(TimeoutError, match="too late"):
-                call()
+        for handler in (stop, Stop(), functools.partial(stop)):
+            signal.signal(signal.SIGALRM, handler)
+            for call in calls:
+                with pytest.raises(TimeoutError, match="too late"):
+                    call()
         with pytest.raises(MeshError, match=r"cannot be sent.*'refuses'.*its own"):
             mesh.run(lambda: repr(refuses))
     finally:
