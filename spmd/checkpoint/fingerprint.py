@@ -179,6 +179,9 @@ def begin_step(mesh: Mesh, step: Any, name: str, settings: dict[str, Any] | None
     run.functions[name] = run.functions.get(name, False) or settings is not None
     if settings is None or name == "<lambda>":  # all lambdas have this name
         return
+    seen = run.settings.setdefault(name, [])
+    if settings not in seen:
+        seen.append(settings)
     taken = run.resumed
     if taken is not None and name not in taken.compared:
         taken.compared.add(name)
@@ -188,9 +191,6 @@ def begin_step(mesh: Mesh, step: Any, name: str, settings: dict[str, Any] | None
             for made_with in one.fingerprint.get("steps", {}).get(name, [])
         ]
         _compare(steps, settings, f" of {name}")
-    seen = run.settings.setdefault(name, [])
-    if settings not in seen:
-        seen.append(settings)
 
 
 def _compare(restored: list[Restored], now: Mapping[str, Any], of: str) -> None:
