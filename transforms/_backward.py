@@ -124,9 +124,8 @@ class Plain:
             collectives.stop()
             hooked = hooks_made() > hooks
             aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
-            if call.region is not None and (hooked or call.key(len(aux.leaves)) not in call.region.looked_at):
-                communicates = bool(collectives.end)
-                look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
+            communicates = bool(collectives.end)
+            look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
 

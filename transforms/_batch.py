@@ -19,7 +19,7 @@ from ..mesh.batch import BatchArgument, common_length, refuse_lists
 from ..mesh.failure import text_of
 from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import mark, marked
-from ..mesh.spec import REPLICATED, P, split_sizes
+from ..mesh.spec import REPLICATED, P, block_of
 from ._reductions import psum
 from .exact.shards import VirtualShards
 from .exact.tracked import as_tracked
@@ -49,15 +49,13 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     leaves, treedef = trees.flatten(tree)
     cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
     whole: dict[int, int] = {}
-    is_alone = True  # no other axis cuts the samples of these
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if not leaf.dim():
                 problem = f"{called(index)} of {name} has no dimension to split"
                 raise SpecError(problem, remedy="pass scalars in another argument")
             spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
-            rows = spec.entries[:1]
-            if rows != (axis,) and axis in spec.axes and axis not in spec.dim_axes(0):
+            if axis in spec.axes and axis not in spec.dim_axes(0):
                 raise SpecError(
                     f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
                     got=repr(spec),
@@ -65,10 +63,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
                     where=session.where(),
                     remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
                 )
-            if axis in (marked(leaf) or ()):
-                cut[index], is_alone = leaf.shape[0], is_alone and rows in ((axis,), (), (None,))
-            else:
-                whole[index] = leaf.shape[0]
+            (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
     if cut and argument.shards is not None and region.batch.shards != argument.shards:
         batch_shards = region.batch.shards
         raise SpecError(
@@ -86,23 +81,23 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             where=session.where(),
             remedy="give all of it to the Loader's dataset, or pass all of it whole",
         )
-    if len({*cut.values(), *whole.values()}) > 1:
-        common_length({**cut, **whole}, called, name)
+    common_length({**cut, **whole}, called, name)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         # A leaf that is cut over other axes as well has fewer samples along this one.
-        known = region.batch.total if region.batch.axis == axis and is_alone else None
+        along = {name for i in cut for name in getattr(leaves[i], "_spmd_spec", REPLICATED).dim_axes(0)}
+        known = region.batch.total if region.batch.axis == axis and along <= {axis} else None
         total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)
     if here is not None and not whole and argument.shards is None:
         return Part(tree, tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), here, total or 0, None)
-    sizes, mine = split_sizes(total or 0, session.layout.axes[axis]), session.layout.coords(session.rank)[axis]
+    mine = block_of(total or 0, session.layout.axes[axis], session.layout.coords(session.rank)[axis])
     virtual = None
     if argument.shards is not None:
         sizes_dealt = region.batch.sizes if cut else None
         virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0, sizes_dealt)
-    expected = sizes[mine] if virtual is None else virtual.here
+    expected = len(mine) if virtual is None else virtual.here
     if cut and virtual is not None and here != expected:
         raise SpecError(
             "a batch's parts are not those of its virtual shards",
@@ -116,8 +111,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             return leaf
         axes = marked(leaf) or frozenset()
         if axis not in axes:
-            first = sum(sizes[:mine])
-            leaf = leaf[first : first + sizes[mine]] if virtual is None else virtual.deal(leaf)
+            leaf = leaf[mine.start : mine.stop] if virtual is None else virtual.deal(leaf)
             mark(leaf, axes | {axis}, "the batch")
         if virtual is not None:
             leaf = mark(as_tracked(leaf), axes | {axis})

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -91,10 +88,6 @@ class Call:
             )
         return Output(value.reshape(()), None, aux)
 
-    def key(self, leaves: int) -> tuple[Any, ...]:
-        """What checks of the first call depend on that may be another thing in a later one, with this many in aux."""
-        return *code_of(self.function), self.nested, self.over, leaves, *self.plan.samples.items()
-
     @property
     def where(self) -> str:
         """On which rank the gradient is taken, for messages."""
@@ -113,35 +106,6 @@ class Call:
             count = comm.all_reduced(count) if comm.size > 1 else count
         # Reading it from a GPU would wait for all of the GPU's work.
         return inverse(count) if count.is_cpu else count.reciprocal()
-
-
-def code_of(function: Any) -> tuple[Any, ...]:
-    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
-    held: list[Any] = []
-    while isinstance(function, functools.partial):
-        held += [*function.args, *function.keywords.values()]
-        function = function.func
-    if isinstance(function, types.FunctionType):
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                held.append(cell.cell_contents)
-        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    else:
-        owner = function.__self__ if isinstance(function, types.MethodType) else function
-        held += [function, *getattr(owner, "__dict__", {}).values()]
-    words = tuple(word for word in map(_word, held) if isinstance(word, _WORDS))
-    return getattr(function, "__code__", type(function)), words
-
-
-_FUNCTIONS = (types.FunctionType, types.MethodType)
-_WORDS = (str, bool, types.CodeType)
-
-
-def _word(held: Any) -> Any:
-    """What a loss may depend on of what it holds; of a module like nn.MSELoss that is its `reduction`."""
-    if "reduction" in getattr(held, "__dict__", ()) or hasattr(type(held), "reduction"):
-        return getattr(held, "reduction", None)
-    return getattr(held, "__code__", None) if isinstance(held, _FUNCTIONS) else held
 
 
 def inverse(count: Tensor) -> float:

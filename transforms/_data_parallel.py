@@ -155,12 +155,8 @@ class DataParallel(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")
-        at = argument.position
-        if at is not None and at < len(args):
-            batch = args[at]
-        elif argument.name in kwargs:
-            at, batch = None, kwargs[argument.name]
-        else:
+        key = argument.key(len(args))
+        if isinstance(key, str) and key not in kwargs:
             bound = inspect.signature(self._step).bind(*args, **kwargs)  # raises first if another argument is wrong
             raise SpecError(
                 f"{self._name} was called without its batch",
@@ -177,14 +173,13 @@ class DataParallel(Transformable):
                 where=region.session.where(),
                 remedy='leave shards= out, or use Mesh(device="cpu")',
             )
-        part = part_of(region, batch, argument, self._name)
-        if at is None:
-            kwargs[argument.name] = part.tree
-        elif part.tree is not batch:
-            args = (*args[:at], part.tree, *args[at + 1 :])
+        part = part_of(region, kwargs[key] if isinstance(key, str) else args[key], argument, self._name)
+        if isinstance(key, str):
+            kwargs[key] = part.tree
+        else:
+            args = (*args[:key], part.tree, *args[key + 1 :])
         sizes, samples = region.session.layout.axes, around.splitting(argument.axis, part.here, part.total)
-        if part.total % sizes[argument.axis] and in_gradient():
-            _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
+        _check_weights(around, part, argument.axis, sizes[argument.axis], self._name)
         if around.samples:
             _check_equal(samples, part, sizes, self._name)
         net = active()
@@ -227,7 +222,7 @@ def _note_gradients(error: Exception) -> None:
 
 def _check_weights(around: Plan, part: Part, axis: str, size: int, name: str) -> None:
     """Refuse an uneven batch inside a gradient that began without knowing the weights of its parts."""
-    if around.samples.get(axis) != (part.here, part.total):
+    if in_gradient() and part.total % size and around.samples.get(axis) != (part.here, part.total):
         raise SpecError(
             f"{name}, a data_parallel function, splits an uneven batch within a function that is differentiated",
             got=f"{part.total} samples over {size} ranks",

@@ -195,8 +195,6 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
 
 
 def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
-    if type(argnums) is int and 0 <= argnums < count:
-        return (argnums,)
     chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
     for number in chosen:
         if not is_whole(number) or not -count <= number < count:

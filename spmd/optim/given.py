@@ -183,7 +183,7 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
     if region is None or axes is None:
         return None
     session = region.session
-    specs = tuple([spec and spec.entries for leaf in leaves for spec in (getattr(leaf, "_spmd_spec", None),)])
+    specs = tuple([getattr(leaf, "_spmd_spec", None) for leaf in leaves])
     virtual = transforms.current_plan().virtual is None
     return treedef, kinds, specs, axes, tuple(state), session.layout, session.rank, session.backend, virtual
 

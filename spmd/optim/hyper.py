@@ -31,6 +31,8 @@ def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, 
         refuse_unknown(min(hyper.keys() ^ expected), expected)
 
     def lend(name: str, default: Any, value: Any) -> Any:
+        if type(value) is type(default) is float:
+            return value
         if isinstance(default, tuple) and isinstance(value, tuple | list) and len(value) == len(default):
             return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
         if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
@@ -40,10 +42,7 @@ def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, 
             raise SpecError(problem, got=repr(value), expected=f"something like {default!r}")
         return value
 
-    return {
-        name: value if type(value) is float is type(options[name]) else lend(name, options[name], value)
-        for name, value in hyper.items()
-    }
+    return {name: lend(name, options[name], value) for name, value in hyper.items()}
 
 
 def refuse_unknown(name: str, expected: frozenset[str]) -> NoReturn:

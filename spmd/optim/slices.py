@@ -229,7 +229,7 @@ def fetched(cut: frozenset[str], value: Any) -> Tensor:
 def _axes_of(value: Any) -> tuple[str, ...]:
     """The axes over which a value is cut, in the order in which its parts lie."""
     spec = value.spec if isinstance(value, Sharded) else getattr(value, "_spmd_spec", None)
-    return spec.dim_axes(0) if spec is not None and spec.entries else ()
+    return () if spec is None else spec.dim_axes(0)
 
 
 def _like(piece: Tensor, param: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ Invariant: functions that communicate are evaluated only once, or ranks would wa
 from __future__ import annotations
 
 import collections
+import functools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +18,10 @@ from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
 from ...mesh.purity.captured import NOT_REENTRANT
+from ...mesh.rank.references import content_of
 from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
-from .._call import Call, Output, code_of
+from .._call import Call, Output
 from .._mean_of import warn_of_weights
 from ..torch_private import hooks_gradient, saved
 from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
@@ -61,7 +64,7 @@ def look(
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
-    key = call.key(len(aux.leaves))
+    key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items())
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
@@ -70,10 +73,8 @@ def look(
         if lookup in call.region.looked_at and not hooked:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
-    elif batch or not aux.leaves:
-        lookup = key  # the caller asks for it before the next look
-    key = (*key, tuple(sorted(split)))
-    with_hooks = (*key, "hooks")
+    key = (*key, *sorted(split))
+    with_hooks = ("hooks", *key)
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
     if key in looked_at:
@@ -93,11 +94,10 @@ def look(
     if split and batch and batch[0].shape[0] and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
         if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
-            _judged[code_of(call.function)] = _SIGNATURES  # no second warning at the next signature
+            _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
-    call.region.looked_at.add(lookup)
 
 
 def _is_judged(call: Call, out: Output) -> bool:
@@ -106,9 +106,36 @@ def _is_judged(call: Call, out: Output) -> bool:
         return False
     if len(_judged) >= _MOST:
         _judged.clear()
-    key = code_of(call.function)
+    key = _code(call.function)
     _judged[key] += 1
     return _judged[key] <= _SIGNATURES
+
+
+def _code(function: Any) -> tuple[Any, ...]:
+    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
+    held: list[Any] = []
+    while isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    if isinstance(function, types.FunctionType):
+        held += [content_of(cell) for cell in function.__closure__ or ()]
+        held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        owner = function.__self__ if isinstance(function, types.MethodType) else function
+        held += [function, *getattr(owner, "__dict__", {}).values()]
+    words = tuple(word for word in map(_word, held) if isinstance(word, _WORDS))
+    return getattr(function, "__code__", type(function)), words
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_WORDS = (str, bool, types.CodeType)
+
+
+def _word(held: Any) -> Any:
+    """What a loss may depend on of what it holds; of a module like nn.MSELoss that is its `reduction`."""
+    if "reduction" in getattr(held, "__dict__", ()) or hasattr(type(held), "reduction"):
+        return getattr(held, "reduction", None)
+    return getattr(held, "__code__", None) if isinstance(held, _FUNCTIONS) else held
 
 
 # -- the tape ----------------------------------------------------------------------------------------------------------
