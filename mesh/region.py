@@ -81,7 +81,7 @@ class Region:
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     @property
-    def is_dealt(self) -> bool:
+    def is_strided(self) -> bool:
         """Whether its batch is a `Loader`'s, which deals the samples to the ranks one by one."""
         return self.key[1:2] == ("batch",)
 

@@ -95,8 +95,8 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     mine = block_of(total or 0, session.layout.axes[axis], session.layout.coords(session.rank)[axis])
     virtual = None
     if argument.shards is not None:
-        sizes_dealt = region.batch.sizes if cut else None
-        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0, sizes_dealt)
+        sizes = region.batch.sizes if cut else None
+        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0, sizes)
     expected = len(mine) if virtual is None else virtual.here
     if cut and virtual is not None and here != expected:
         raise SpecError(

@@ -223,19 +223,19 @@ class Arena(Board):
         offset = tensor.data_ptr() - self.address
         return offset if 0 <= offset < self._length and tensor.is_contiguous() else None
 
-    def leased(self, leaves: Sequence[Any]) -> list[int]:
-        """The indexes of leaves that are tensors for which `is_leased`."""
+    def borrowed(self, leaves: Sequence[Any]) -> list[int]:
+        """The indexes of leaves that are tensors for which `is_borrowed`."""
         length, own, views = self._length, self.address, self.views.address
         try:
-            # All addresses in one go: mostly no leaf is leased, and asking each by itself is slow for many leaves.
+            # All addresses in one go: mostly no leaf is borrowed, and asking each by itself is slow for many leaves.
             addresses = list(map(torch.Tensor.data_ptr, leaves))
         except (RuntimeError, TypeError):  # some have no memory, or are no tensors
             return [
-                index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self.is_leased(leaf)
+                index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and self.is_borrowed(leaf)
             ]
         return [index for index, at in enumerate(addresses) if own <= at < own + length or views <= at < views + length]
 
-    def is_leased(self, tensor: torch.Tensor) -> bool:
+    def is_borrowed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor reads memory that other ranks share or reuse, and must be copied to outlive the region."""
         if tensor.layout is not torch.strided:  # it has no storage
             return False

@@ -1,7 +1,7 @@
 """Memory for values that outlive their rank: blocks of the rank's heap, which belong to the mesh, not to the process.
 
 The heap's part of the arena is mapped a second time for them. A tensor in this second mapping owns its memory: ranks
-don't share or reuse it (`Arena.is_leased`). Invariant: a block is freed when no tensor of this rank uses it.
+don't share or reuse it (`Arena.is_borrowed`). Invariant: a block is freed when no tensor of this rank uses it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def board_of(mesh: Any) -> tuple[Board | None, Sequence[int]]:
     """The board that the ranks of this host share, and their numbers in the mesh."""
     if mesh.is_driver:
         mesh.driver.check_open()
-    board: Board | None = mesh.driver.ranks.arena if mesh.is_driver else mesh.session.leases
+    board: Board | None = mesh.driver.ranks.arena if mesh.is_driver else mesh.session.host_arena
     return board, getattr(board, "members", range(mesh.size))
 
 

@@ -136,7 +136,7 @@ class Host:
             self.start(dead)
         elif isinstance(message, protocol.Ask):
             self._link.send(self._report(message))
-        elif isinstance(message, protocol.Carried):
+        elif isinstance(message, protocol.Tunnelled):
             if self._tunnel is not None:
                 self._tunnel.carry(message, content)
         elif isinstance(message, protocol.ListCopies):

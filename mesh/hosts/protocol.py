@@ -153,7 +153,7 @@ class Offered(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Carried(Message):
+class Tunnelled(Message):
     """Either way: the content was sent over one of a host's connections to the store; without content it has ended.
 
     Attributes:
@@ -243,7 +243,7 @@ class Pulse(Message):
 
 _codec = Codec(
     *(Hello, Begin, Started, Refused, ToRanks, FromRanks, Printed, Died, Signal, Abort, BeginAnew, Ask, Report),
-    *(DropGiven, Carried, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
+    *(DropGiven, Tunnelled, ListCopies, CopiesHeld, KeepCopies, DropCopies, Done, SendCopies, CopiesSent),
     *(Offer, Offered, SendParts, PartsSent, Pulse),
 )
 encode, decode = _codec.encode, _codec.decode

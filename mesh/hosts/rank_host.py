@@ -183,7 +183,7 @@ class RankHost:
             self.inbox.put(msg.stream, (self._ranks[msg.rank],), content)
         elif isinstance(msg, protocol.Died):
             self._ranks[msg.rank].die(f"{msg.how} on host {self.name}", msg.region)
-        elif isinstance(msg, protocol.Carried):
+        elif isinstance(msg, protocol.Tunnelled):
             if self._tunnel is not None:
                 self._tunnel.carry(msg, content)
         else:

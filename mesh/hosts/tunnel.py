@@ -18,7 +18,7 @@ from typing import Any
 
 from ..driver.sockets import READ, WRITE, Listening
 from .link import PAUSE_SECONDS, Link, listener
-from .protocol import Carried
+from .protocol import Tunnelled
 
 _BYTES = 1 << 16  # that are read at once
 
@@ -36,7 +36,7 @@ class Tunnel:
         self._numbers = itertools.count(1)
         self._connections: dict[int, socket.socket] = {}
         self._waiting: dict[int, bytearray] = {}  # what a connection has not taken yet
-        self._incoming: deque[tuple[Carried, bytes]] = deque()
+        self._incoming: deque[tuple[Tunnelled, bytes]] = deque()
         self._listening = Listening(self._take)
         self._closed = False
         self._listener: socket.socket | None = None
@@ -48,7 +48,7 @@ class Tunnel:
             self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._serve, name="spmd-tunnel", daemon=True).start()
 
-    def carry(self, msg: Carried, content: bytes) -> None:
+    def carry(self, msg: Tunnelled, content: bytes) -> None:
         """Take data that the other end has sent."""
         self._incoming.append((msg, content))
         self._listening.wake()
@@ -81,7 +81,7 @@ class Tunnel:
         try:
             connection = socket.create_connection(self._store or ("", 0))
         except OSError:
-            self._link.send(Carried(number, opens=False))
+            self._link.send(Tunnelled(number, opens=False))
             return
         self._keep(number, connection)
 
@@ -95,7 +95,7 @@ class Tunnel:
             time.sleep(PAUSE_SECONDS)
             return
         number = next(self._numbers)
-        self._link.send(Carried(number, opens=True))
+        self._link.send(Tunnelled(number, opens=True))
         self._keep(number, connection)
 
     def _keep(self, number: int, connection: socket.socket) -> None:
@@ -119,9 +119,9 @@ class Tunnel:
         except OSError:
             pass
         if data:
-            self._link.send(Carried(number, opens=False), data)
+            self._link.send(Tunnelled(number, opens=False), data)
         else:
-            self._link.send(Carried(number, opens=False))
+            self._link.send(Tunnelled(number, opens=False))
             self._drop(number)
 
     def _write(self, number: int, content: bytes = b"") -> None:

@@ -310,15 +310,15 @@ def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tenso
     return found
 
 
-def copy_out(leaves: list[Any], leased: Sequence[int]) -> None:
-    """Copy leased leaves out of their shared blocks, in place in the list, unless they fill most of a block.
+def copy_out(leaves: list[Any], borrowed: Sequence[int]) -> None:
+    """Copy borrowed leaves out of their shared blocks, in place in the list, unless they fill most of a block.
 
     A small view (a loss beside a bucket of gradients) would keep its whole block in use; new parameters, side by side
     in one block that all ranks read, are better left where they are.
     """
     blocks: dict[int, list[int]] = {}
     first = stop = 0  # of the last block: most lie side by side
-    for index in leased:
+    for index in borrowed:
         if not first <= leaves[index].data_ptr() < stop:
             block = leaves[index].untyped_storage()
             first, stop = block.data_ptr(), block.data_ptr() + block.nbytes()

@@ -87,8 +87,8 @@ def main(request: RankRequest, fds: list[int]) -> None:
         launched=False,
         device=devices.of_rank(request.device, rank),
     )
-    if session.leases is not None and session.device.type == "cpu":
-        session.lasting = LastingValues(session.leases)
+    if session.host_arena is not None and session.device.type == "cpu":
+        session.lasting = LastingValues(session.host_arena)
     arrive_on(session.device)
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)

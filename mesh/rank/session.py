@@ -189,14 +189,14 @@ class RankSession(Owned):
         return comm
 
     @functools.cached_property
-    def leases(self) -> Arena | None:
+    def host_arena(self) -> Arena | None:
         """The arena of this rank's host, where results may lie that other ranks read, too."""
         return self.watch.arena if isinstance(self.watch, HostWatch) else self.arena
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
         """Move results, in place in the list, to memory where they may stay when the region is over."""
-        if self.leases is not None and (leased := self.leases.leased(leaves)):
-            copy_out(leaves, leased)
+        if self.host_arena is not None and (borrowed := self.host_arena.borrowed(leaves)):
+            copy_out(leaves, borrowed)
         if self.lasting is not None:
             self.lasting.lay_out(leaves, known)
 
@@ -207,8 +207,8 @@ class RankSession(Owned):
 
     def overwrite(self) -> None:
         """Note that this rank begins to overwrite donated memory: from now on the call can't be run again."""
-        if self.leases is not None:
-            self.leases.overwrite()
+        if self.host_arena is not None:
+            self.host_arena.overwrite()
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on this rank's device: itself, if it is there already; a frozen parameter stays one.
@@ -276,8 +276,8 @@ class RankSession(Owned):
         for comm in self._comms.values():
             comm.reclaim()
         release_freed_memory(number)
-        if self.leases is not None and number % _TRIM_REGIONS == 0:
-            self.leases.heap.trim()
+        if self.host_arena is not None and number % _TRIM_REGIONS == 0:
+            self.host_arena.heap.trim()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -315,16 +315,16 @@ class RankSession(Owned):
             self._alone = before
 
     def _begin_task(self) -> None:
-        if self.leases is not None:
-            self.leases.begin_task()
+        if self.host_arena is not None:
+            self.host_arena.begin_task()
 
     def _end_task(self) -> None:
-        if self.leases is not None:
-            self.leases.end_task()
+        if self.host_arena is not None:
+            self.host_arena.end_task()
 
     def _check_driver(self) -> None:
         """Refuse to begin after the driver has aborted. (Not after another rank has: this one may fail alike.)"""
-        board = self.leases
+        board = self.host_arena
         if board is not None and board.size in board.aborted():
             board.check()
 

@@ -47,7 +47,7 @@ def pass_through(state: RankState, task: protocol.PassThrough, packet: wire.Pack
 
 def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) -> None:
     layout, rank = state.session.layout, state.session.rank
-    kept, arena = [], state.session.leases
+    kept, arena = [], state.session.host_arena
     given = None
     if task.given is not None and arena is not None:
         *result, nbytes = task.given

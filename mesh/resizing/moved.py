@@ -89,7 +89,7 @@ def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Sou
         begin = [part.start for part in before.slices(about.shape, about.spec, rank)]
         begin += [0] * (len(about.shape) - len(begin))
         # Small ones were copied out of the ledger.
-        data = shard.data_ptr() - arena.address if arena.is_leased(shard) else shard
+        data = shard.data_ptr() - arena.address if arena.is_borrowed(shard) else shard
         pieces.append(Piece(tuple(begin), tuple(shard.shape), tuple(shard.stride()), data))
     return Pieces(source, tuple(about.shape), frozen_as(shards[0], shards[0].new_empty(0)), tuple(pieces))
 

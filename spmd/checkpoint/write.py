@@ -87,13 +87,13 @@ class Writing:
                 if self._first:
                     try:
                         if not isinstance(error, Exception) and self._mesh.is_driver:
-                            self._wait_for_told()
+                            self._wait_for_writers()
                     finally:
                         folders.abandon(self._folder)
                 if not (left and self._survives and isinstance(error, PeerLost)):
                     raise
 
-    def _wait_for_told(self) -> None:
+    def _wait_for_writers(self) -> None:
         """After Ctrl-C, wait for ranks that were told to write: without a folder they would fail the next call."""
         driver = self._mesh.driver  # type: ignore[union-attr]
         with contextlib.suppress(Exception), aside():

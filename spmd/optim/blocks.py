@@ -177,13 +177,13 @@ def batches(jobs: Sequence[Job], length: int | None) -> Iterator[list[Block]]:
 def shared_memory() -> Arena | None:
     """The arena in which tensors may lie that other ranks read; None outside a region."""
     region = current()
-    return None if region is None else region.session.leases
+    return None if region is None else region.session.host_arena
 
 
 def allocate_like(value: Tensor, shared: Arena | None) -> Tensor:
     """Memory for the tensor that replaces this one: its own, if it was donated and nobody else reads it, else new."""
     region = current()
-    if donation.may_take(value) and not (shared is not None and shared.is_leased(value)):
+    if donation.may_take(value) and not (shared is not None and shared.is_borrowed(value)):
         if region is not None:
             region.session.overwrite()
         return donation.take(value)

@@ -270,7 +270,7 @@ def test_results_are_private_copies_on_write(participants: list[Arena]) -> None:
         block, views = view_all(participants, numel)
         participants[1].tensor(block, numel, torch.float32).fill_(turn)
         assert all(bool((view == turn).all()) for view in views)
-        assert all(participants[rank].is_leased(views[rank]) for rank in range(SIZE))
+        assert all(participants[rank].is_borrowed(views[rank]) for rank in range(SIZE))
         views[0][1500] = -1.0
         views[1].numpy()[-1] = -2.0
         assert views[1][1500] == turn

@@ -65,7 +65,7 @@ def look_at_parts(
     even = samples[: 2 * half]  # it may fail for an odd number, as where each sample is paired with the next
     # All samples get the same random numbers, since the function may have reordered samples before it drew any.
     whole, same = judge.of(even, alike=True), judge.of(even, alike=True)
-    halves = (even[::2], even[1::2]) if judge.is_dealt else (even[:half], even[half:])
+    halves = (even[::2], even[1::2]) if judge.is_strided else (even[:half], even[half:])
     parts = judge.of(*halves, alike=True)
     if whole and same and parts and judge.compared(whole[0][1], same) is None:  # else it draws other numbers
         found = judge.compared(whole[0][1], parts)
@@ -110,7 +110,7 @@ class _Judge:
 
     def __init__(self, call: Call, again: Repeated, axis: str, aux: Mapping[int, str], is_counted: bool):
         self._call, self._again, self._axis, self._aux, self._is_counted = call, again, axis, aux, is_counted
-        self.is_dealt = call.region is not None and call.region.is_dealt
+        self.is_strided = call.region is not None and call.region.is_strided
 
     def of(self, *parts: Tensor, alike: bool = False) -> Parts | None:
         """What the function returns for parts of the samples; None if it fails for one of them."""
