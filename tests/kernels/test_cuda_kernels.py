@@ -238,7 +238,10 @@ def test_streams_as_cupy_takes_them() -> None:
     assert cupy.cuda.Stream.from_external(cuda_pack._Stream(0x51)).ptr == 0x51
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+ARCHITECTURES = [pytest.param(80, marks=pytest.mark.long), 90]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles(tmp_path: Path, architecture: int) -> None:
     nvcc = tool("nvcc", "/usr/local/cuda/bin/nvcc")
     target = tmp_path / "bucket.ptx"
@@ -255,7 +258,7 @@ def test_compiles(tmp_path: Path, architecture: int) -> None:
         assert "ld.global.v4.u32" in body and "st.global.v4.u32" in body, f"{name} has no 16-byte accesses"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiles_at_run_time(architecture: int) -> None:
     """By NVRTC, as CuPy does it on a machine with a GPU."""
     nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
@@ -274,7 +277,7 @@ def test_compiles_at_run_time(architecture: int) -> None:
     assert nvrtc.getCUBIN(program)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_assembles(tmp_path: Path, architecture: int) -> None:
     """To machine code, without registers spilled to memory."""
     nvcc = tool("nvcc", "/usr/local/cuda/bin/nvcc")

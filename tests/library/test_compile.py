@@ -221,7 +221,8 @@ def large_weights(mesh, compiled, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("program", [loss_and_grads, pytest.param(large_weights, marks=pytest.mark.long)])
+@pytest.mark.parametrize("program", [loss_and_grads, large_weights])
+@pytest.mark.long
 def test_inductor(shared_mesh, program):
     check(shared_mesh({"data": 2}), program, "inductor")
 
@@ -379,7 +380,7 @@ def our_gradient(model, p, x):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("inner", [torchs_gradient, our_gradient])
+@pytest.mark.parametrize("inner", [pytest.param(torchs_gradient, marks=pytest.mark.long), our_gradient])
 def test_second_derivatives_are_refused(shared_mesh, inner):
     """Of a penalty on gradients, torch's backward to some leaves would leave a part out."""
     apply, params = model_and_params()

@@ -44,6 +44,7 @@ def test_alone() -> None:
     assert transports["nccl"].split()[0] in ("present:", "absent:")
 
 
+@pytest.mark.long
 def test_under_torchrun() -> None:
     status, out, err = doctor("-m", "spmd", "run", "-n", "2", "-m", "spmd")
     assert status == 0, out + err

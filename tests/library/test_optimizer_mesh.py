@@ -595,7 +595,7 @@ def test_launched_ranks_divide_state_in_one_order(tmp_path):
     assert [out for out, _ in told] == ["True\n", "True\n"], told
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
+@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_state_is_gathered_in_the_order_of_its_axes(tmp_path, seed):
     program = scripts.script(tmp_path, MISSING.replace("AXES", "{'data': 2, 'model': 2}"))
     status, out, err = scripts.run(program, fresh=True, env={"PYTHONHASHSEED": seed})

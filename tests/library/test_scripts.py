@@ -275,8 +275,9 @@ for hosts in (None, "local:2x1"):
 """
 
 
+@pytest.mark.long
 def test_ranks_have_the_options_of_python(tmp_path):
-    """Those by which a program means something else: without assertions, with warnings as errors."""
+    """Those by which a program means something else: no assertions (torch is compiled anew), warnings as errors."""
     flags = "-Ob" if sys.version_info < (3, 11) else "-ObP"
     code, out, err = run(flags, "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
     assert (code, out) == (0, "True\nTrue\n"), err

@@ -157,7 +157,10 @@ def test_the_program_of_the_page_under_torchrun() -> None:
     assert f"```text\n{out}```" in (docs / "torch_distributed.md").read_text()
 
 
-@pytest.mark.parametrize("order", ["import torch.distributed, spmd", "import spmd, torch.distributed"])
+@pytest.mark.parametrize(
+    "order",
+    ["import torch.distributed, spmd", pytest.param("import spmd, torch.distributed", marks=pytest.mark.long)],
+)
 def test_registered_whatever_is_imported_first(order: str) -> None:
     source = f"import sys; {order}; print(torch.distributed.Backend('spmd'), 'spmd.kernels' in sys.modules)"
     code, out, err = run("-c", source, fresh=True)

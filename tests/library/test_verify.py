@@ -65,6 +65,7 @@ with Mesh({"data": 2}) as mesh:
 """
 
 
+@pytest.mark.long
 def test_a_mesh_of_fixed_size_is_refused(tmp_path: Path) -> None:
     status, out, err = run("-m", "spmd", "verify", "--ranks", "3,2", script(tmp_path, FIXED))
     assert status == 1, out + err

@@ -95,12 +95,12 @@ def losses(script: Path) -> Callable[[str], list[float]]:
 
 
 def elsewhere(*ways: str) -> Any:
-    """Ways that test_launchers.py has for the page's script, so that this one may wait for `make test-long`."""
+    """Ways that other tests go, too, so that this one may wait for `make test-long`."""
     return pytest.param(*ways, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
-    "way", [elsewhere(way) if way in ("torchrun", "spmd run -n 2") else pytest.param(way) for way in WAYS]
+    "way", [pytest.param(way) if way in ("python", "python -") else elsewhere(way) for way in WAYS]
 )
 def test_same_losses(way: str, losses: Callable[[str], list[float]], expected: list[float]) -> None:
     assert losses(way) == pytest.approx(expected, abs=1e-5, rel=0)

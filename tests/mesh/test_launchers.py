@@ -35,7 +35,12 @@ def own_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield running
 
 
-@pytest.mark.parametrize("way", launchers.WAYS)
+# These three start ranks in every way there is; the other blocks say the same otherwise.
+ALWAYS = ("spmd run -n 2 --nnodes", "torchrun", "mpirun")
+LONG = [pytest.param(way, marks=pytest.mark.long) for way in launchers.WAYS if way not in ALWAYS]
+
+
+@pytest.mark.parametrize("way", [*ALWAYS, *LONG])
 def test_a_block_of_the_page(way: str, tmp_path: Path, expected: list[float], request: pytest.FixtureRequest) -> None:
     if reason := launchers.reason_against(way):
         pytest.skip(reason)

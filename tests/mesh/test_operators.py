@@ -89,7 +89,13 @@ def assert_as_plain(text: str, found: Any, expected: Any) -> None:
         assert found == expected, text
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=[pytest.mark.long] * (name in ("whole", "columns")), id=name)
+        for name, spec in SPECS.items()
+    ],
+)
 def test_results_are_those_of_plain_tensors(shared_mesh: Any, spec: P) -> None:
     mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
     arrays: dict[str, Any] = {name: put(value, mesh=mesh) for name, value in plain.items()}

@@ -16,7 +16,11 @@ from spmd import SpecError
 STEPS = 6  # an epoch, with its short last batch, and one step more
 
 # Each model, mode and number of shards at least once. Runs that are stopped need no other test without a stop.
-STOPPED = [("cnn", "AdamW, float32, sharded"), ("transformer", "SGD, float32, sharded"), ("mlp", "AdamW, bfloat16")]
+STOPPED = [
+    ("cnn", "AdamW, float32, sharded"),
+    pytest.param("transformer", "SGD, float32, sharded", marks=pytest.mark.long),
+    pytest.param("mlp", "AdamW, bfloat16", marks=pytest.mark.long),
+]
 CASES = [
     *(("mlp", shards, mode) for shards, mode in ((12, "AdamW, float32"), (4, "SGD, bfloat16, sharded"))),
     *(("cnn", 4, "SGD, float32"), ("transformer", 8, "AdamW, bfloat16")),
