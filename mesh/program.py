@@ -133,6 +133,11 @@ class CompiledCall:
         other.forget()
         return other
 
+    @property
+    def captured_memory(self) -> frozenset[int]:
+        """The addresses of the storages of what the body captured at the first call."""
+        return self._captured.memory
+
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
         self._results.forget()

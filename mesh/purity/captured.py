@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import SpecError
+from ...kernels.flat import storages
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
 from ..rank.references import SCALARS, inside_of
@@ -78,6 +79,13 @@ class Captured:
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
         if self.trainable or optimizes:
             _watch_optimizers()
+
+    @functools.cached_property
+    def memory(self) -> frozenset[int]:
+        """The addresses of the tensors' storages."""
+        tensors = [known.tensor for known in self._known if known.tensor.layout is torch.strided]
+        plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))  # a DTensor has no address
+        return frozenset[int]().union(*map(storages, plain))
 
     def check(self, name: str, where: str) -> None:
         """Refuse a body that has changed one of them.
