@@ -135,7 +135,7 @@ class CompiledCall:
 
     @property
     def captured_memory(self) -> frozenset[int]:
-        """The addresses of the storages of what the body captured at the first call."""
+        """The addresses of the memory that the body captured at the first call."""
         return self._captured.memory
 
     def forget(self) -> None:
@@ -205,7 +205,8 @@ class CompiledCall:
                 given_objects.check(*its, result)
             warn_of_changed(*its, local, self._treedef, (args, kwargs), result, describe_path)
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
-        donation.settle(values, local, outcome.leaves, donating=self._donating)
+        captured = self.captured_memory if self._donating else frozenset[int]()
+        donation.settle(values, local, outcome.leaves, donating=self._donating, captured=captured)
         return outcome
 
     def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:
