@@ -105,7 +105,7 @@ class Array:
             launched rank doesn't know the others' sizes, and gives its own from dimension 1 on).
         dtype: as in torch.
         spec: how it is cut.
-        local: this rank's shard (only on a rank).
+        local: this rank's shard (only on a rank); clone it before you write to it, it is the value's own memory.
 
     Reading the values (`float`, `item`, `np.asarray`, `full`, `shards`) waits for the call that makes them, and raises
     its error if it failed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -97,7 +97,9 @@ def disown(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], *, donating: bool) -> None:
+def settle(
+    values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], *, donating: bool, captured: Set[int]
+) -> None:
     """After a call, find out which values own their memory.
 
     Args:
@@ -105,6 +107,7 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
         local: the same values as the body got them; the memory of some was taken.
         results: the results, as they will be kept.
         donating: whether arguments were donated: only then are results made owners.
+        captured: the addresses of the storages of what the body captures, which later calls may return again.
     """
     # Not `is_owner`: this looks at every value in every call, and most don't have the attribute.
     owners = [value for value in values if getattr(value, "_spmd_owner", False)]
@@ -125,6 +128,7 @@ def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], 
         if _storage(value) in shown:
             disown(value)
     if donating:
+        beside |= captured
         for value in kept:
             beside |= {_storage(value)} if value.layout is torch.strided else storages(value)
         for result in _apart([(result, where) for result, where in strided if where not in beside]):

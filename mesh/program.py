@@ -26,7 +26,7 @@ from .array import Array
 from .batch import BatchSplit
 from .purity.captured import Captured
 from .purity.captured_state import CapturedState
-from .purity.entries import warn_of_changed
+from .purity.entries import GivenObjects, warn_of_changed
 from .purity.writes import Watched
 from .rank.session import RankSession
 from .region import Region, is_dropped, is_swapped, run_body, state_is_dropped
@@ -133,6 +133,11 @@ class CompiledCall:
         other.forget()
         return other
 
+    @property
+    def captured_memory(self) -> frozenset[int]:
+        """The addresses of the memory that the body captured at the first call."""
+        return self._captured.memory
+
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
         self._results.forget()
@@ -168,6 +173,7 @@ class CompiledCall:
             self._captured = Captured([self._program.body, *values], self._whole)
         copied = first and not session.launched
         captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
+        given_objects = GivenObjects(local, self._treedef, self._whole, describe_path) if copied else None
         choices = self._new_choices(values) if self._has_values else []
         watched = self._watched(local) if first or choices else None
         if watched is not None:
@@ -192,12 +198,15 @@ class CompiledCall:
         if first:
             self._check_updates(region, local, result)
             self._captured.check(self._program.name, session.where())
-            if captured_state is not None:
-                captured_state.check(self._program.name, self._program.body)
             its = self._program.name, self._program.body
+            if captured_state is not None:
+                captured_state.check(*its)
+            if given_objects is not None:
+                given_objects.check(*its, result)
             warn_of_changed(*its, local, self._treedef, (args, kwargs), result, describe_path)
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
-        donation.settle(values, local, outcome.leaves, donating=self._donating)
+        captured = self.captured_memory if self._donating else frozenset[int]()
+        donation.settle(values, local, outcome.leaves, donating=self._donating, captured=captured)
         return outcome
 
     def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:

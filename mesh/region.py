@@ -126,10 +126,10 @@ def require(what: str) -> Region:
     """The running region, or an error that says that `what` needs one."""
     region = current()
     if region is None:
-        raise MeshError(
-            f"{what} was called outside a region, where no mesh axis has a meaning",
-            remedy="call it inside an @spmd function, or inside a function given to mesh.run",
-        )
+        remedy = "call it inside an @spmd function, or inside a function given to mesh.run"
+        if threading.current_thread() is not threading.main_thread():
+            remedy += "; a thread that such a function starts is in no region: call it on the function's own thread"
+        raise MeshError(f"{what} was called outside a region, where no mesh axis has a meaning", remedy=remedy)
     return region
 
 

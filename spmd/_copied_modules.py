@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import SpmdError
+from .mesh.pickling.torch_private import is_exported
 from .mesh.rank.references import content_of
 
 
@@ -40,10 +41,13 @@ def skeleton_of(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:
     try:
         return copied(module, memo)
     except Exception as error:
+        remedy = "keep open files, locks and tensors with a history out of its attributes"
+        if any(map(is_exported, module.modules())):
+            remedy = "pass the module from before torch.export"
         raise SpmdError(
             f"functional cannot copy the module {type(module).__name__}",
             got=f"{type(error).__name__}: {error}",
-            remedy="keep open files, locks and tensors with a history out of its attributes",
+            remedy=remedy,
         ) from error
 
 

@@ -14,6 +14,7 @@ from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError
 from .kernels.flat import strided_parts
 from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func
+from .mesh.pickling.torch_private import is_exported
 from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session
@@ -24,6 +25,7 @@ def check_module(module: Any, *, sync: bool = False) -> None:
     checked_flag("functional_with_buffers", "sync", sync)
     if not isinstance(module, nn.Module):
         hint = f"call it first, functional({module.__name__}(...))" if isinstance(module, type) else "pass a module"
+        hint = "pass the module from before torch.export" if is_exported(module) else hint
         raise SpecError(
             "functional got an unexpected type for argument 'module'",
             expected="a torch.nn.Module",

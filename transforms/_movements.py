@@ -120,7 +120,12 @@ def _divide(what: str, leaf: Tensor, dim: int, size: int, tiled: bool) -> Tensor
     length = leaf.shape[dim]
     if (tiled and length % size) or (not tiled and length != size):
         expected = f"a multiple of {size}" if tiled else f"{size}, the size of the axis (or tiled=True)"
-        raise SpecError(f"{what}: dimension {dim} does not fit the axis", got=f"size {length}", expected=expected)
+        raise SpecError(
+            f"{what}: dimension {dim} does not fit the axis",
+            got=f"size {length}",
+            expected=expected,
+            remedy="pad it with zeros, and leave these out afterwards; a batch also divides by drop_last=True",
+        )
     if tiled:
         return leaf.unflatten(dim, (size, length // size)).movedim(dim, 0)
     return leaf.movedim(dim, 0)

@@ -94,7 +94,8 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
         raise SpecError(
             f"{what} over {plan.virtual.axis!r} in a virtual shard, which runs alone, one after another",
             where=session.where(),
-            remedy="return it as aux (has_aux=True), or leave shards= out of data_parallel",
+            remedy="leave shards= out of data_parallel if a loss needs all samples (a contrast); return what is only "
+            "reported as aux (has_aux=True)",
         )
     return session, axes
 

@@ -122,10 +122,11 @@ class LaunchedCall:
             raise
         found = self._last.results
         assert found is not None
+        theirs |= self._call.captured_memory
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, found.leaves, strict=True):
             if result.meta is not None:
-                # A result that shares memory with a tensor passed in is copied: the caller may change that tensor.
+                # A copy of what shares memory with a tensor passed in, or captured: the program may change that.
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         local = LocalValues(self._session, tensors, found.metas, shapes, region=self._session.regions)

@@ -60,15 +60,16 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
       makes of them can't be read.
     - A parametrized module, which torch refuses to pickle: as one of its original class, parametrized again on arrival.
-    - A module that `torch.export` made: refused, as torch can only write the program that it was made of.
+    - What `torch.export` made: refused, as torch can only write the program, to a file.
     - A model of transformers: with what its class registers when one is made, without which it gives no hidden states.
     """
     if isinstance(obj, nn.Module) and not vars(type(obj)).keys().isdisjoint(_parametrizations(obj)):
         cls = parametrize.type_before_parametrizations(obj)
         return cls.__new__, (cls,), vars(obj).copy(), None, None, _parametrized
-    if isinstance(obj, nn.Module) and is_exported(obj):
+    if is_exported(obj):
+        what = "module" if isinstance(obj, nn.Module) else "program"
         raise MeshError(
-            "a module that torch.export made cannot be sent to another process",
+            f"a {what} that torch.export made cannot be sent to another process",
             remedy="export the model after it was trained; or call torch.export.load in a module that the step imports",
         )
     if isinstance(obj, nn.Module) and str(type(obj)) in getattr(sys.modules.get(_RECORDING), _RECORDED, ()):

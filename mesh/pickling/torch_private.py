@@ -20,12 +20,16 @@ ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverl
 CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
 
 
-def is_exported(module: nn.Module) -> bool:
-    """Whether `torch.export` made this module. Public way: none for what `ExportedProgram.module()` gives.
+def is_exported(obj: Any) -> bool:
+    """Whether `torch.export` made this program or module. Public way: none for what `ExportedProgram.module()` gives.
 
     By the name of the class's file, which takes long to import.
     """
-    return any(cls.__module__ == "torch.export._unlift" for cls in type(module).__mro__)
+    made = type(obj)
+    return any(cls.__module__ in _EXPORTING for cls in (made.__mro__ if isinstance(obj, nn.Module) else (made,)))
+
+
+_EXPORTING = {f"torch.export.{name}" for name in ("_unlift", "exported_program", "unflatten")}
 
 
 def custom_operators() -> dict[str, Any]:

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import SpecError
+from ...kernels.flat import storages
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
+from ..array import Array
 from ..rank.references import SCALARS, inside_of
 from ..region import current
 
@@ -73,11 +75,19 @@ class Captured:
     def __init__(self, functions: Sequence[Any], whole: tuple[type, ...]):
         _watch_clipping()
         _watch_checkpointing()
-        tensors, self._entries, optimizes = _tensors(functions, whole)
+        tensors, self._arrays, self._entries, optimizes = _tensors(functions, whole)
         self._known = [_Known.of(*found) for found in tensors]
         self.trainable = frozenset(id(known.tensor) for known in self._known if known.tensor.requires_grad)
         if self.trainable or optimizes:
             _watch_optimizers()
+
+    @functools.cached_property
+    def memory(self) -> frozenset[int]:
+        """The addresses of the storages of the tensors, and of this rank's shards of captured Arrays."""
+        tensors = [known.tensor for known in self._known]
+        tensors += [array._shard for array in self._arrays if array._shard is not None]
+        plain = (one for one in tensors if type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided)
+        return frozenset[int]().union(*map(storages, plain))  # others, such as a DTensor, have no address
 
     def check(self, name: str, where: str) -> None:
         """Refuse a body that has changed one of them.
@@ -123,8 +133,9 @@ _Entry = tuple[dict[Any, Any], Any, Any]  # of an entry, or an attribute: the di
 
 def _tensors(
     functions: Sequence[Any], whole: tuple[type, ...]
-) -> tuple[list[tuple[Tensor, str, str]], list[_Entry], bool]:
-    """The tensors that functions refer to, each once, the entries that hold them, and whether there is an optimizer.
+) -> tuple[list[tuple[Tensor, str, str]], list[Array], list[_Entry], bool]:
+    """The tensors and Arrays that functions refer to, each once, the entries that hold tensors, and whether there is an
+    optimizer.
 
     Meta tensors, which have no memory, are left out.
     """
@@ -132,9 +143,12 @@ def _tensors(
     held: list[Any] = []  # alive, since ids are unique only among live objects
     todo: list[tuple[Any, int]] = [(one, 0) for one in functions if not isinstance(one, Tensor)]
     found: dict[int, tuple[Tensor, str, str]] = {}
+    arrays: dict[int, Array] = {}
     entries: list[_Entry] = []
     while todo and len(held) < _LOOKED_AT:
         obj, depth = todo.pop()
+        if isinstance(obj, Array):
+            arrays[id(obj)] = obj
         if isinstance(obj, (*SCALARS, *whole)) or depths.get(id(obj), depth + 1) <= depth:
             continue
         depths[id(obj)] = depth
@@ -154,7 +168,7 @@ def _tensors(
             named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})
             entries += [(named, key, value) for key, value in list(named.items()) if _has_tensors(value)]
     optimizes = any(isinstance(obj, torch.optim.Optimizer) for obj in held)
-    return [entry for entry in found.values() if not entry[0].is_meta], entries, optimizes
+    return [entry for entry in found.values() if not entry[0].is_meta], list(arrays.values()), entries, optimizes
 
 
 def _has_tensors(value: Any) -> bool:

@@ -36,7 +36,7 @@ _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-_WAY = "pass it as an argument, and return its new value"
+WAY = "pass it as an argument, and return its new value"
 _METRIC = (
     "make its state in the step, part = metric.clone(); part.update(out, y), and return "
     'psum(part.metric_state, "data") (docs/data.md)'
@@ -179,16 +179,16 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, list | deque):
         return [_items_of(obj, name)] if len(obj) <= LOOKED_INTO else []
     if isinstance(obj, Counter):
-        return [_value_of(functools.partial(dict, obj), f"a count of {name}", _WAY)]
+        return [_value_of(functools.partial(dict, obj), f"a count of {name}", WAY)]
     if isinstance(obj, dict):
         return [_names_of(lambda: obj, name + "[{!r}]")] if len(obj) <= LOOKED_INTO else []
     if isinstance(obj, np.ndarray):
         plain = obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject
-        return [_value_of(obj.tobytes, f"an element of {name}", _WAY)] if plain else []
+        return [_value_of(obj.tobytes, f"an element of {name}", WAY)] if plain else []
     if found := _looks_at_generator(obj, name):
         return found
     if hasattr(type(obj), "__next__") and hasattr(type(obj), "__length_hint__"):
-        return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", _WAY)]
+        return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", WAY)]
     if (_is_users(type(obj)) or isinstance(obj, _TORCH)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
@@ -267,9 +267,9 @@ def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
 
     def look() -> _Change | None:
         if len(items) != len(before):
-            return f"{name} with {len(before)} entries before, and {len(items)} after", _WAY
+            return f"{name} with {len(before)} entries before, and {len(items)} after", WAY
         changed = [index for index, (old, new) in enumerate(zip(before, items, strict=True)) if _is_other(old, new)]
-        return (f"another {name}[{changed[0]}]", _WAY) if changed else None
+        return (f"another {name}[{changed[0]}]", WAY) if changed else None
 
     return look
 
@@ -282,7 +282,7 @@ def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
         now = names()
         for key, old in before.items():
             if key not in now or _is_other(old, now[key]):
-                return f"another {shown.format(key)}", _WAY
+                return f"another {shown.format(key)}", WAY
         return None
 
     return look

@@ -1,6 +1,7 @@
-"""Warnings of bodies that change the containers among their arguments, of which each rank has copies.
+"""Warnings of bodies that change the containers and objects among their arguments, of which each rank has copies.
 
-`log.append(loss)` or `state["step"] += 1` would be lost silently, if the body does not return what it has put there.
+`log.append(loss)`, `state["step"] += 1` or a draw from a generator would be lost silently, if the body does not return
+what it has changed: the next call begins with the same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,47 @@ import optree
 from torch import Tensor
 
 from .. import trees
+from ..rank.references import SCALARS
 from ..replication.net import marked
-from .captured_state import warn_at
+from .captured_state import WAY, CapturedState, warn_at
 
 _NUMBERS = int | float | complex
+_LOST = "and does not return it: the caller never sees it"
+
+
+class GivenObjects:
+    """The state of a call's arguments that are objects: generators of random numbers, iterators, those of the program.
+
+    Args:
+        before, treedef: the arguments, flattened; those of a batch may be changed.
+        whole: types whose instances are not looked into.
+        called: gives the name of an argument's part from its path.
+    """
+
+    def __init__(
+        self,
+        before: Sequence[Any],
+        treedef: optree.PyTreeSpec,
+        whole: tuple[type, ...],
+        called: Callable[[str], str],
+    ):
+        objects = [index for index, one in enumerate(before) if not isinstance(one, (*SCALARS, Tensor))]
+        batches = _sharded(before, treedef) if objects else set()
+        self._states = [
+            (before[index], name := called(trees.places(treedef)[index]), CapturedState([(before[index], name)], whole))
+            for index in objects
+            if treedef.accessors()[index][:2] not in batches
+        ]
+
+    def check(self, name: str, function: Callable, result: Any) -> None:
+        """Warn, at a function's first line, if it has changed one of them that is not in its result."""
+        returned = set(map(id, trees.leaves(result))) if self._states else set()
+        for given, its, state in self._states:
+            change = None if id(given) in returned else state.first_change()
+            if change is not None:
+                remedy = change[1] if change[1] != WAY else "return it, and pass what comes back to the next call"
+                warn_at(function, f"{name} changes its {its}, {_LOST}", got=change[0], remedy=remedy)
+                return
 
 
 def warn_of_changed(
@@ -46,7 +84,7 @@ def warn_of_changed(
         path = _filled(before, treedef, now, changed, arguments, result)
         problem, remedy = "adds to its {}", "return what is added, as a result of its own"
     if path is not None:
-        problem = f"{name} {problem.format(called(path))}, and does not return it: the caller never sees it"
+        problem = f"{name} {problem.format(called(path))}, {_LOST}"
         warn_at(function, problem, remedy=remedy)
 
 
@@ -73,7 +111,7 @@ def _filled(
 ) -> str | None:
     """The path of a list that has grown, or of a dict that has a new number, or any entry where it had none."""
     there = set(trees.places(treedef))
-    sharded = {accessor[:2] for accessor, value in zip(treedef.accessors(), before, strict=True) if _is_cut(value)}
+    sharded = _sharded(before, treedef)
     known = set(map(id, before))
     for accessor, value in zip(changed.accessors(), now, strict=True):
         if accessor.codify("") in there or id(value) in known or accessor[:2] in sharded:
@@ -86,6 +124,11 @@ def _filled(
         ):
             return path
     return None
+
+
+def _sharded(before: Sequence[Any], treedef: optree.PyTreeSpec) -> set[Any]:
+    """The arguments that hold a sharded tensor."""
+    return {accessor[:2] for accessor, value in zip(treedef.accessors(), before, strict=True) if _is_cut(value)}
 
 
 def _is_cut(value: Any) -> bool:

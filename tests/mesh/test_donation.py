@@ -149,6 +149,25 @@ def test_what_something_else_shows_is_left_alone(shared_mesh):
     assert step(shown)["w"].full().tolist() == [-2.0] * 4
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_what_a_step_captures_and_returns_is_left_alone(shared_mesh, kind):
+    """A step that begins anew with the first parameters: the next ones are not written into their memory."""
+    mesh = shared_mesh({"data": 2})
+    opt, first = optimizer(optim.SGD, lr=0.1, shard=None), {"w": drawn((64, 64), 0)}
+    again = put(first, mesh=mesh) if kind == "array" else {"w": first["w"].clone()}
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state, grads, anew):
+        params, state = opt.step(params, grads, state)
+        return (dict(again) if anew else params), state
+
+    params, state = first, opt.init(first)
+    for turn in range(6):
+        params, state = step(params, state, {"w": torch.ones(64, 64)}, turn % 3 == 2)
+        if turn % 3 == 2:
+            assert torch.equal(params["w"].full(), first["w"]), turn
+
+
 def test_a_launched_rank_that_looks_at_its_parameters_disagrees_with_nobody(shared_mesh):
     """What only one rank has handed out, no rank overwrites."""
     mesh = shared_mesh({"data": 2})

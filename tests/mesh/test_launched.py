@@ -108,6 +108,12 @@ def results(mesh):
     mine += 1
     kept.full().add_(7)
     found["own memory"] = [plain(kept.full()), plain(same.full())]
+    captured = torch.zeros(2)
+    give = spmd(lambda: {"all": captured, "first": captured[:1]}, mesh=mesh)
+    for _ in range(2):
+        of_captured = give()
+    captured += 1
+    found["memory of its own, not captured"] = [plain(one.full()) for one in of_captured.values()]
 
     def later(x, how):
         return [x, x[:1], x.double()][int(how)]

@@ -18,7 +18,7 @@ import torch
 from scripts import run, script
 from torch import nn
 
-from spmd import Mesh, MeshError, functional, put, spmd
+from spmd import Mesh, MeshError, SpmdError, functional, put, spmd
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot, unpicklable_part
 from spmd.mesh.rank import references
@@ -346,6 +346,19 @@ def test_a_module_of_torch_export(shared_mesh):
     torch.testing.assert_close(apply(params, torch.ones(5, 3)), model(torch.ones(5, 3)))
     with pytest.raises(MeshError, match=r"module that torch\.export made.*export the model after it"):
         shared_mesh({"data": 2}).run(apply, params, torch.ones(5, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_what_else_torch_export_makes(shared_mesh):
+    """A program, and modules with the names of the original, which hold tensors that torch can't copy."""
+    program = torch.export.export(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (torch.ones(5, 3),))
+    unflattened = torch.export.unflatten(program)
+    for made, what in ((program, "program"), (unflattened, "module")):
+        with pytest.raises(SpmdError, match=r"functional .*: pass the module from before torch\.export"):
+            functional(made)
+        for function, args in ((lambda made: None, (made,)), (lambda held=made: None, ())):
+            with pytest.raises(MeshError, match=rf"a {what} that torch\.export made.*export the model after it"):
+                shared_mesh({"data": 2}).run(function, *args)
 
 
 SCRIPT = """

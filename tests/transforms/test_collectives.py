@@ -1,6 +1,7 @@
 import itertools
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import numpy as np
@@ -346,6 +347,17 @@ def test_outside_a_region_no_axis_has_a_meaning():
             call()
 
 
+def test_a_thread_of_a_step_is_in_no_region(shared_mesh):
+    """It has no part in the order in which the ranks communicate."""
+
+    def body(x):
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(psum, x, "data").result()
+
+    with pytest.raises(MeshError, match=r"outside a region.*call it on the function's own thread"):
+        spmd(body, mesh=shared_mesh({"data": 2}))(torch.ones(2))
+
+
 MISTAKES = {  # and what the message must say
     "unknown axis": (lambda x: psum(x, "modle"), ('psum got an unknown "axis"', "'modle'", "('data',)")),
     "unknown axis in a tuple": (lambda x: all_gather(x, ("data", "x")), ("all_gather got an unknown", "'x'")),
@@ -362,7 +374,7 @@ MISTAKES = {  # and what the message must say
     "no dimension": (lambda x: all_gather(x.sum(), "data", tiled=True), ("at least one dimension",)),
     "dim for tiled": (lambda x: all_gather(x, "data", dim=True), ('all_gather got a bad "dim"', "-3 to 2", "True")),
     "dim too small": (lambda x: psum_scatter(x, "data", dim=-3), ('psum_scatter got a bad "dim"', "-3")),
-    "another size": (lambda x: psum_scatter(x, "data", dim=1), ("dimension 1 does not fit the axis", "size 3")),
+    "another size": (lambda x: psum_scatter(x, "data", dim=1), ("dimension 1 does not fit the axis", "size 3", "pad")),
     "indivisible": (lambda x: psum_scatter(x, "data", dim=1, tiled=True), ("a multiple of 2", "size 3")),
     "a bad split": (lambda x: all_to_all(x, "data", 2, 0), ('"split_dim"',)),
     "a bad concat": (lambda x: all_to_all(x, "data", 0, 2), ('"concat_dim"',)),

@@ -255,7 +255,7 @@ REFUSED = {
     "computed before": (lambda w, batch: grad(mean)(w, batch * 2), "was computed from the batch before"),
     "returned": (lambda w, batch: batch.sum(), "returns what it computed from the batch outside value_and_grad"),
     "summed": (lambda w, batch: psum(batch.sum(), "data"), "return it as aux"),
-    "communicates": (lambda w, batch: grad(lambda w, x: psum(mean(w, x), "data"))(w, batch), "psum over 'data'"),
+    "communicates": (lambda w, batch: grad(lambda w, x: psum(mean(w, x), "data"))(w, batch), "psum over 'data'.*leave"),
     "its own samples": (lambda w, batch: grad(mean, axes=())(w, batch), "leaves out the axis"),
     "inner mean": (lambda w, batch: grad(lambda w, x: grad(mean)(w, x))(w, batch), r"give the inner grad axes=\(\)"),
     "integers that differ": (

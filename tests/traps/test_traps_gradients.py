@@ -73,6 +73,24 @@ def test_aux_with_a_row_for_each_sample(mesh: Mesh, shards: int | None) -> None:
         gradients(mesh, loss_fn, params, X, shards, has_aux=True)
 
 
+@pytest.mark.parametrize("shards", [None, 2])
+def test_aux_with_a_row_for_each_sample_in_a_later_call(mesh: Mesh, shards: int | None) -> None:
+    """The number alone is what its name says; the rows come with parameters that the first call did not have."""
+
+    def loss_fn(w, batch):
+        out = batch @ w
+        return out.square().mean(), out.detach() if float(w.detach().sum()) > 0 else out.detach().mean()
+
+    step = spmd(mesh=mesh)(
+        data_parallel(shards=shards)(lambda w, batch: value_and_grad(loss_fn, has_aux=True)(w, batch))
+    )
+    width = X.shape[1]
+    (_, aux), _ = step(-torch.ones(width), X)
+    torch.testing.assert_close(aux.full(), (X @ -torch.ones(width)).mean())
+    with pytest.raises(SpecError, match=r"aux of loss_fn has a row for each sample.*Sharded.*or reduce it"):
+        fetch(step(torch.ones(width), X))
+
+
 def argument(w, x):
     return value_and_grad(lambda w, x: ((x @ w).square().mean(), x @ w), has_aux=True)(w, x)
 

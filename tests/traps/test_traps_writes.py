@@ -524,6 +524,50 @@ def copied(entries: Any) -> Any:
     return [*entries] if isinstance(entries, list) else {**entries, "also": 1.0}
 
 
+class Steps:
+    """One that counts; the program's own."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self) -> int:
+        self.taken += 1
+        return self.taken
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "torch's": (torch.Generator, lambda its: torch.rand((), generator=its), "drawn from argument 1.*torch.rand"),
+    "NumPy's": (lambda: np.random.default_rng(0), lambda its: its.random(), "drawn from argument 1.*torch.rand"),
+    "Python's": (lambda: random.Random(0), lambda its: its.random(), "drawn from argument 1.*torch.rand"),
+    "in a dict": (lambda: {"g": torch.Generator()}, lambda its: torch.rand((), generator=its["g"]), r"argument 1\['g'"),
+    "iterator": (lambda: iter([1.0, 2.0]), next, "items taken from argument 1.*return it, and pass what comes back"),
+    "object": (Steps, Steps.take, "another argument 1.taken.*return it, and pass what comes back"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_among_the_arguments_that_is_changed(mesh: Mesh, name: str) -> None:
+    """Each call would begin with a copy of the caller's: the same random numbers in every step."""
+    made, use, problem = OBJECTS[name]
+    with pytest.warns(UserWarning, match="does not return it: the caller never sees it.*" + problem):
+        spmd(lambda x, its: x + use(its), mesh=mesh)(X, made())
+
+
+def test_objects_among_the_arguments_that_may_change(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """One that is returned, one that is seeded in the step, and one that belongs to the batch."""
+
+    def seeded(x, generator):
+        return x + torch.rand((), generator=generator.manual_seed(3))
+
+    _, steps = spmd(lambda x, steps: (x + steps.take(), steps), mesh=mesh)(X, Steps())
+    spmd(seeded, mesh=mesh)(X, torch.Generator())
+    spmd(data_parallel(lambda batch: pmean(batch["steps"].take() * batch["x"].mean(), "data")), mesh=mesh)(
+        {"x": X, "steps": Steps()}
+    )
+    assert steps.taken == 1
+    assert not recwarn.list
+
+
 def test_entries_that_a_body_adds_for_itself(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
     """To its batch, of what it was given, or not for long."""
 

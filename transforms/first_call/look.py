@@ -48,7 +48,8 @@ def look(
 ) -> None:
     """Check what a function returned, unless a function with the same code was checked at this signature.
 
-    Hooks of parameters, which a function may register at a later call only, are looked for until some are found.
+    The dimensions of aux count as part of the signature: it may have a row for each sample in some calls only. Hooks of
+    parameters, which a function may register at a later call only, are looked for until some are found.
 
     Args:
         args, kwargs: what it was called with.
@@ -64,7 +65,8 @@ def look(
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
-    key = (*_code(call.function), call.nested, call.over, len(aux.leaves), *call.plan.samples.items())
+    dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
+    key = (*_code(call.function), call.nested, call.over, dims, *call.plan.samples.items())
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
