@@ -123,7 +123,10 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
     """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives.
 
-    Its callbacks run on a thread of their own, where they may use the mesh.
+    The future's callbacks run on a thread of their own, where they may use the mesh.
+
+    Raises:
+        MeshError: there is no such rank, or `fn` can't be sent. What `fn` raises is raised by the future's `result()`.
     """
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = self.layout
@@ -204,7 +207,19 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
 
 @public
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
-    """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
+    """Make an object, `cls(*args, **kwargs)`, on a rank, and wait until it is made (docs/remote.md).
+
+    Args:
+        cls: a class, or a function that returns an object.
+        rank: on which it lives.
+        restore: make it again if its rank dies, with what it has saved: the class has `save()` and `load(state)`.
+
+    Returns:
+        its handle, a `Remote`. The object lives as long as this is kept.
+
+    Raises:
+        what `cls` raises; MeshError: it can't be sent, or there is no such rank, or no driver; PeerLost: the rank died.
+    """
     if not callable(cls):
         raise MeshError("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class")
     remedy = "write restore=True, or leave it out; an argument of the class: functools.partial(cls, restore=...)"
