@@ -111,6 +111,24 @@ OF_ARRAYS = {
     "block_until_ready": ".full() waits for the value, and gives it",
     "redistribute": "put(x, P(...), mesh=mesh) cuts it in another way",
 }
+OF_MESHES = {
+    **dict.fromkeys(
+        ("shape", "axis_names", "mesh_dim_names", "axis_sizes", "ndim"),
+        'mesh.axes is a dict of names and sizes, {"data": 4, "model": 2}',
+    ),
+    **dict.fromkeys(
+        ("devices", "device_ids", "local_devices", "ranks"),
+        "ranks are numbers from 0 to mesh.size - 1, and mesh.coords(rank) says where each is",
+    ),
+    **dict.fromkeys(("world_size", "num_devices", "get_world_size"), "it is mesh.size"),
+    **dict.fromkeys(("get_rank", "get_local_rank", "process_index"), "it is mesh.rank; in a step axis_index('data')"),
+    "device_type": "it is mesh.device",
+    "get_coordinate": "it is mesh.coords(), on a rank",
+    "get_group": "mesh.comm('data') is the communicator along an axis; mesh.device_mesh, on a rank, has torch's groups",
+    **dict.fromkeys(("barrier", "all_reduce", "broadcast"), "psum and others, in a step; mesh.comm(), in mesh.run"),
+    "shutdown": "it is mesh.close()",
+    "map": "it is mesh.run(f, *args), on every rank",
+}
 
 
 class UnknownArgument(SpecError, TypeError):

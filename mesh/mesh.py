@@ -217,6 +217,7 @@ class Mesh:
     device_mesh = property(running.device_mesh)
 
     run, submit, remote, reload = running.run, running.submit, running.remote, running.reload
+    __getattr__ = running.refuse_attribute
 
     @property
     def session(self) -> RankSession:

@@ -12,11 +12,12 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
+from ..kernels.argument_names import OF_MESHES
 from ..kernels.arguments import check_function, checked_flag, checked_rank, checked_ranks, plain_text
 from ..kernels.callsite import public
-from ..kernels.errors import MeshError, PeerLost
+from ..kernels.errors import MeshError, PeerLost, no_attribute
 from ..kernels.torch_private import untraced
 from . import protocol, wire
 from .ambient import ambient
@@ -29,10 +30,16 @@ from .launch import launched
 from .rank import counted
 from .region import Region, current, run_body
 from .remote import answers
+from .remote.caller import Unreached
 from .remote.handle import Remote
 from .remote.node import Node
 
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
+
+
+def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
+    """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
+    raise no_attribute(mesh, name, OF_MESHES)
 
 
 @public
@@ -116,7 +123,10 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
 def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) -> Future:
     """Start `fn(*args)` on one rank and return a future of its result; `fn` can't use collectives.
 
-    Its callbacks run on a thread of their own, where they may use the mesh.
+    The future's callbacks run on a thread of their own, where they may use the mesh.
+
+    Raises:
+        MeshError: there is no such rank, or `fn` can't be sent. What `fn` raises is raised by the future's `result()`.
     """
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = self.layout
@@ -197,10 +207,23 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
 
 @public
 def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bool = False, **kwargs: Any) -> Remote:
-    """Make an object, `cls(*args, **kwargs)`, on a rank; returns its handle, a `Remote`. Raises what `cls` raises."""
+    """Make an object, `cls(*args, **kwargs)`, on a rank, and wait until it is made (docs/remote.md).
+
+    Args:
+        cls: a class, or a function that returns an object.
+        rank: on which it lives.
+        restore: make it again if its rank dies, with what it has saved: the class has `save()` and `load(state)`.
+
+    Returns:
+        its handle, a `Remote`. The object lives as long as this is kept.
+
+    Raises:
+        what `cls` raises; MeshError: it can't be sent, or there is no such rank, or no driver; PeerLost: the rank died.
+    """
     if not callable(cls):
         raise MeshError("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class")
-    rank, restore = checked_rank(rank, self.size), checked_flag("mesh.remote", "restore", restore)
+    remedy = "write restore=True, or leave it out; an argument of the class: functools.partial(cls, restore=...)"
+    rank, restore = checked_rank(rank, self.size), checked_flag("mesh.remote", "restore", restore, remedy)
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}
@@ -224,7 +247,7 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
             return node.caller.make(rank, args, kwargs, label, restore=restore)
         except PeerLost:
             raise
-        except OSError:  # the rank has died, and will be replaced soon
+        except Unreached:  # the rank has died, and will be replaced soon
             if time.monotonic() > end or not mesh.is_driver:
                 raise answers.unreachable(rank, label, mesh.describe()) from None
             time.sleep(0.01)

@@ -38,7 +38,7 @@ from .transforms import after_gradient, current_plan, in_gradient
 
 
 @public
-def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """Split a module into a pure function of its parameters, and those parameters.
 
     >>> apply, params = functional(nn.Linear(3, 1))
@@ -72,7 +72,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]
 @public
 def functional_with_buffers(
     module: nn.Module, *, sync: bool = False
-) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, Tensor]]:
+) -> tuple[ApplyWithBuffers, dict[str, Tensor], dict[str, Tensor]]:
     """Split a module into a pure function of its parameters and buffers, those parameters, and those buffers.
 
     >>> apply, params, buffers = functional_with_buffers(nn.BatchNorm1d(2, momentum=0.5))

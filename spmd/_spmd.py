@@ -24,6 +24,7 @@ from .mesh.region import Region, current
 from .mesh.remote.regions import on_ranks
 from .mesh.replication.values import Check
 from .mesh.request import Request
+from .mesh.run_state import RunState
 from .mesh.spec import REPLICATED, P, is_sharded, is_spec
 from .transforms import Transformable, in_gradient, parallel_step
 
@@ -133,9 +134,11 @@ class Spmd(Transformable):
             )
         if current() is not None:
             return self._inside(self._bound(args, kwargs))
+        turns = RunState.turns
         try:
             return self._outside(args, kwargs)
         except BaseException as error:
+            RunState.turns = turns  # it has used no results of other calls
             shorten(error)
             raise
 

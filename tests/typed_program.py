@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmd import Array, Loader, Mesh, P, data_parallel, functional, optimizer, put, spmd, value_and_grad
+from spmd import (
+    Array,
+    Loader,
+    Mesh,
+    P,
+    data_parallel,
+    fetch,
+    functional,
+    functional_with_buffers,
+    optimizer,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 mesh = Mesh({"data": 2})
 apply, params = functional(nn.Linear(3, 1))
@@ -51,3 +64,8 @@ x: Array = put(torch.ones(4, 2), P("data"), mesh=mesh)
 centred: Array = (1 + x - x.mean(0)) / 2
 flags: Array = -x > x[0] @ torch.ones(2)
 rows: Tensor = mean(x).full()
+
+trained: nn.Module = apply.to_module(fetch(params))
+params = apply.params(torch.load("weights.pt"))
+apply_norm, params, buffers = functional_with_buffers(nn.BatchNorm1d(3), sync=True)
+saved: dict[str, Any] = apply_norm.state_dict(params, buffers)

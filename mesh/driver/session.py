@@ -253,7 +253,8 @@ class DriverSession(Owned):
 
     def check_open(self) -> None:
         if self.closed is not None:
-            raise MeshError(f"this mesh is closed: {self.closed}", where=self.describe(), remedy="make a new Mesh")
+            remedy = "make a new Mesh, and fetch values with .full() before the old one is closed, as by `with`"
+            raise MeshError(f"this mesh is closed: {self.closed}", where=self.describe(), remedy=remedy)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def initialize(
             SPMD_INTERFACE, then GLOO_SOCKET_IFNAME, then the interface that leads to the meeting place.
 
     Raises:
-        MeshError: bad numbers, both or neither of `init_method` and `store`, or called after the first Mesh.
+        MeshError: bad numbers, both or neither of `init_method` and `store`, or called after the ranks had met.
     """
     global _explicit, _given_store, _interface
     if _met is not None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost
 from .. import wire
-from ..rank.interrupts import uninterrupted
+from ..rank.interrupts import raised_by_handler, uninterrupted
 from . import answers
 from .connections import Connection, Post
 from .contents import Contents
@@ -34,6 +34,10 @@ CALLS, BYTES = 1024, 1 << 30
 RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
 REPLACED_SECONDS = 60.0  # how long to wait for a dead rank to be replaced
 PROBE_SECONDS = 0.1  # how long a method waits for a call before it checks whether it waits for itself
+
+
+class Unreached(Exception):
+    """A rank on which an object was to be made lets nobody in: it has died, and nothing was sent to it."""
 
 
 class Caller:
@@ -64,9 +68,14 @@ class Caller:
             restore: make it again if its rank dies.
 
         Raises:
-            OSError: no process listens there; nothing has been sent.
+            Unreached: no process listens there; nothing has been sent.
         """
-        connection, name = self._post.connection(rank), (self._post.id, self.next_number())
+        try:
+            connection, name = self._post.connection(rank), (self._post.id, self.next_number())
+        except OSError as error:
+            if raised_by_handler(error):
+                raise
+            raise Unreached from error
         packet, refs = self.contents.of_call(args, kwargs, label)
         if restore and refs:
             raise MeshError(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()")
@@ -80,7 +89,7 @@ class Caller:
             making.close()
             if isinstance(error, PeerLost) and connection.peer is None:
                 # A process that was about to die has accepted the connection, and read nothing.
-                raise ConnectionRefusedError from None
+                raise Unreached from None
             raise
         assert connection.peer is not None
         handle = Remote(self, connection.peer, name, label, methods, owns=True)
@@ -211,8 +220,8 @@ class Caller:
         if call is None or waits_for is None:
             try:
                 return result_of(future, timeout)
-            except FutureTimeout:
-                if future.done():  # then it is the call's own error
+            except FutureTimeout as error:
+                if future.done() or raised_by_handler(error):  # the call's own error, or the program's
                     raise
                 raise TimeoutError(f"no result within {timeout:g} s") from None
         seconds = PROBE_SECONDS

@@ -9,6 +9,7 @@ from typing import Any
 from ...kernels.errors import MeshError
 from .. import trees, wire
 from ..ambient import ambient
+from ..rank.interrupts import raised_by_handler
 from .answers import refuse_gradients
 from .handle import Remote, handle_of, named
 from .reference import Ref
@@ -74,6 +75,8 @@ class Contents:
         except Exception as error:
             if raised:
                 raise raised[0] from None
+            if isinstance(error, MemoryError) or raised_by_handler(error):
+                raise
             raise MeshError(
                 f"{what} cannot be sent",
                 got=f"{type(error).__name__}: {error}",

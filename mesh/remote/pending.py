@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from .. import wire
+from ..rank.interrupts import raised_by_handler
 from .protocol import Name
 from .reference import Ref
 
@@ -74,7 +75,9 @@ def result_of(future: Future, seconds: float | None) -> Any:
         left = LOOK_SECONDS if end is None else end - time.monotonic()
         try:
             return future.result(max(0.0, min(LOOK_SECONDS, left)))
-        except FutureTimeout:
+        except FutureTimeout as error:
+            if raised_by_handler(error):
+                raise
             if future.done():
                 return future.result()
             if end is not None and left <= LOOK_SECONDS:

@@ -106,7 +106,10 @@ class Ref:
         return not self.future.done() and self._caller.cancel(self)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the call is over; returns what it raised, None if it succeeded."""
+        """Wait until the call is over; returns what it raised, None if it succeeded.
+
+        Args, Raises: `timeout` as for `get`.
+        """
         try:
             self._caller.wait(self.future, timeout, (self.owner, self.name) if timeout is None else None)
         except BaseException:

@@ -97,12 +97,17 @@ def run(arguments: list[str]) -> int:
 
     from ..mesh.rank.memory import tunables
     from . import one_host
+    from .options import problem_of
     from .temporary import temporary_folder
 
     # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
     options = parse(arguments)
+    problem = problem_of(options)
+    if problem is not None:
+        print(f"usage: {USAGE}\nspmd run: error: {problem}", file=sys.stderr)
+        return 2
     with contextlib.ExitStack() as stack:
         if options.standalone:
             options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, one_host.BACKEND, "localhost"

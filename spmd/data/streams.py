@@ -170,7 +170,11 @@ class Stream:
     @staticmethod
     @public
     def jsonl(paths: Iterable[Any]) -> Stream:
-        """The values of files of JSON lines; a position is a place in a file."""
+        """The values of files of JSON lines; a position is a place in a file.
+
+        Args:
+            paths: of the files, text with a JSON value in each line.
+        """
         return Stream(_paths(paths), sources.JsonLines)
 
     @staticmethod
@@ -188,13 +192,22 @@ class Stream:
     @staticmethod
     @public
     def tar(paths: Iterable[Any]) -> Stream:
-        """The samples of tar files as WebDataset writes them: a dict of bytes by extension, and "__key__"."""
+        """The samples of tar files as WebDataset writes them: a dict of bytes by extension, and "__key__".
+
+        Args:
+            paths: of the files. What a name has before its first dot is a sample's key.
+        """
         return Stream(_paths(paths), sources.Tar)
 
     @staticmethod
     @public
     def records(paths: Iterable[Any], nbytes: int) -> Stream:
-        """The records of files in which all have the same size, as bytes."""
+        """The records of files in which all have the same size, as bytes.
+
+        Args:
+            paths: of the files.
+            nbytes: the size of a record, in bytes.
+        """
         return Stream(_paths(paths), sources.Records(_positive("records", "nbytes", nbytes)))
 
     def open(self, position: Position, state: State = None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
+from ..kernels.arguments import checked_flag
 from ..kernels.errors import SpecError
 from ..mesh import trees
 
@@ -59,12 +60,17 @@ def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.Py
             problem = f"groups[{number - 1}] names {unknown[0]!r}, which is no parameter"
             raise SpecError(problem, got=sorted(which)[:5], expected=f"some of {names[:5]}")
         return [name in which for name in names]
+    what = f'"params" of groups[{number - 1}]'
+    if isinstance(which, str):  # as a prefix tree, it would be one truth for all
+        raise SpecError(f"{what} is a text", got=repr(which), remedy=f'write "params": [{which!r}]')
     try:
-        return [bool(one) for one in trees.broadcast_to(which, treedef)]
+        spread = trees.broadcast_to(which, treedef)
     except ValueError:
-        problem = f'"params" of groups[{number - 1}] does not fit the parameters'
+        problem = f"{what} does not fit the parameters"
         expected = "a function of a name and a tensor, a list of names, or a tree of booleans, a prefix of theirs"
         raise SpecError(problem, got=trees.shown(which), expected=expected) from None
+    remedy = "give True or False for each parameter, or a list of names"
+    return [checked_flag(what, f"value for {name}", one, remedy) for name, one in zip(names, spread, strict=True)]
 
 
 def refuse_module(what: str, params: Any) -> None:

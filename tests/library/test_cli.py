@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import spmd
 from spmd import Mesh
 from spmd.cli import doctor as _doctor
 from spmd.cli.main import main, parse
+from spmd.cli.options import problem_of
 from spmd.cli.verify import Parting, compare, verify
 from spmd.kernels.shm import arena
 
@@ -158,6 +160,41 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
     assert caught.value.code == 2
     bound = "at most 65536" if count.isdecimal() and int(count) else "at least 1"
     assert f"expected a number, {bound}, got '{count}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--nnodes x",
+        "--nnodes 2:1",
+        "--nproc-per-node none",
+        "--nproc-per-node 0",
+        "--max-restarts -1",
+        "--master-port 65536",
+        "--rdzv-endpoint here:port",
+        "--rdzv-conf a=1,b",
+        "--tee 4",
+        "--redirects all",
+    ],
+)
+def test_bad_values_of_torchrun_s_options_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By their names: torch's launcher ends with a traceback, and mostly says the value alone."""
+    option, value = given.split()
+    assert main(["run", option, value, "train.py"]) == 2
+    assert re.search(f"argument {option}: expected .*, got {value!r}$", capsys.readouterr().err.strip())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--nnodes 1:3 --rdzv-conf timeout=20,a=b=c --rdzv-endpoint [::1]:2940 --tee 0:3,1:1",
+        "--rdzv-endpoint host0 --nproc-per-node auto --redirects 3",
+        "--rdzv-endpoint [::1] --nproc-per-node cpu",
+        "-n 4",
+    ],
+)
+def test_values_that_torch_takes_are_not_refused(given: str) -> None:
+    assert problem_of(parse([*given.split(), "train.py"])) is None
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,10 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "has_aux with a value": (lambda m: spmd.value_and_grad(torch.sum, has_aux=2), "value_and_grad got a bad has_aux"),
     "sync": (lambda m: spmd.functional_with_buffers(nn.Linear(1, 1), sync="no"), "functional_with_.* got a bad sync"),
     "background": (lambda m: spmd.save("nowhere", X, background="no"), "save got a bad background .*'no'"),
-    "restore of an object": (lambda m: m.remote(list, restore="a.pt"), "mesh.remote got a bad restore .*'a.pt'"),
+    "restore of an object": (
+        lambda m: m.remote(list, restore="a.pt"),
+        r"mesh.remote got a bad restore .*'a.pt'.*write restore=True.*functools.partial\(cls, restore=",
+    ),
     "wait": (lambda m: m.resize({"data": 2}, wait="no"), "mesh.resize got a bad wait .*'no'"),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
@@ -402,6 +405,35 @@ def test_an_attribute_of_arrays_of_others(mesh: Mesh) -> None:
     for name, words in {"sharding": r"\.spec", "to_local": r"\.local", "full_tensor": r"\.full\(\)"}.items():
         with pytest.raises(AttributeError, match=f"an Array has no attribute '{name}'; .*{words}"):
             getattr(x, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shape", r"mesh\.axes"),
+        ("axis_names", r"mesh\.axes"),
+        ("devices", r"mesh\.coords"),
+        ("world_size", r"mesh\.size"),
+        ("get_rank", r"mesh\.rank"),
+        ("all_reduce", r"mesh\.comm\(\)"),
+    ],
+)
+def test_an_attribute_of_meshes_of_others(mesh: Mesh, name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=f"spmd's Mesh has no attribute '{name}': .*{words}"):
+        getattr(mesh, name)
+
+
+def test_an_argument_of_a_class_that_has_the_name_of_ours(mesh: Mesh) -> None:
+    """As the refusal says."""
+
+    class Kept:
+        def __init__(self, restore: str) -> None:
+            self.restore = restore
+
+        def get(self) -> str:
+            return self.restore
+
+    assert mesh.remote(functools.partial(Kept, restore="a.pt")).get().get() == "a.pt"
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,22 @@ def test_what_is_refused_at_once(options, text):
         optimizer(optim.AdamW, **options)
 
 
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ("bias", r"groups\[0\] is a text .*'bias'.*write \"params\": \['bias'\]"),
+        ({"w": "yes", "bias": True}, r"groups\[0\] got a bad value for w .*'yes'.*True or False"),
+        (["bais"], "names 'bais', which is no parameter"),
+    ],
+    ids=["a text", "a tree of texts", "a list"],
+)
+def test_groups_that_name_no_parameters(params, text):
+    """Each was true for all parameters, silently, but for the list."""
+    opt = optimizer(optim.SGD, lr=0.1, groups=[{"params": params, "lr": 1.0}])
+    with pytest.raises(SpecError, match=text):
+        opt.init({"w": torch.ones(2), "bias": torch.ones(2)})
+
+
 def test_a_factor_given_as_a_rate():
     with pytest.warns(
         UserWarning, match=r"no factor for that of lr= \(got lr=0.1, and 1.0 for step 0\).*LambdaLR\(opt"

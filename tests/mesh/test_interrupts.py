@@ -279,6 +279,11 @@ class _Late:
         return str, ()
 
 
+class _Waits:
+    def wait(self):
+        time.sleep(2)
+
+
 class _Refuses:
     def __reduce__(self):
         raise TimeoutError("its own")
@@ -295,7 +300,13 @@ def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
             stop(number, frame)
 
     before = signal.getsignal(signal.SIGALRM)
-    calls = (lambda: mesh.run(repr, late), lambda: mesh.run(lambda: repr(late)))
+    held = mesh.remote(list)
+    calls = (
+        lambda: mesh.run(repr, late),
+        lambda: mesh.run(lambda: repr(late)),
+        lambda: mesh.remote(list, late),
+        lambda: held.append(late),
+    )
     try:
         for handler in (stop, Stop(), functools.partial(stop)):
             signal.signal(signal.SIGALRM, handler)
@@ -306,6 +317,25 @@ def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
             mesh.run(lambda: repr(refuses))
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_timeout_while_an_object_s_result_is_waited_for(shared_mesh):
+    """Python's own error for it has the same class as that of a `get(timeout=)`."""
+    held = shared_mesh({"data": 2}).remote(_Waits)
+
+    def stop(number, frame):
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        ref = held.wait()
+        with pytest.raises(TimeoutError, match="too late"):
+            ref.get()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    ref.cancel()
 
 
 @pytest.mark.parametrize("what", ["an Array", "an Array of a rank", "the values of a call"])

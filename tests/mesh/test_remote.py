@@ -141,6 +141,20 @@ def test_an_error_keeps_its_type_and_the_remote_traceback(mesh: Mesh) -> None:
         mesh.remote(lambda: 1 // 0, rank=1)
 
 
+def test_an_object_that_can_t_open_its_file_is_made_once(mesh: Mesh, tmp_path: Any) -> None:
+    """Its error is of the kind that comes of a rank that can't be reached, and is no sign of one."""
+
+    class Reader:
+        def __init__(self, path: str) -> None:
+            with open(f"{path}/made", "a") as file:
+                file.write("made ")
+            open(f"{path}/absent").close()
+
+    with pytest.raises(FileNotFoundError, match="absent"):
+        mesh.remote(Reader, str(tmp_path))
+    assert (tmp_path / "made").read_text() == "made "
+
+
 def test_an_error_that_nobody_asks_for_is_raised_at_the_next_call(mesh: Mesh) -> None:
     counter = mesh.remote(Counter, rank=1)
     counter.fail("dropped")

@@ -632,6 +632,18 @@ def test_results_that_the_program_drops(mesh: Mesh, way: str) -> None:
             train(step, params, state, X.clone(), way)
 
 
+def test_results_that_are_dropped_around_a_call_that_fails(mesh: Mesh) -> None:
+    """It uses none: neither another step's, nor one of this step."""
+    step, params, state = new_step(mesh)
+    fails = spmd(lambda: 1 // 0, mesh=mesh)
+    with pytest.warns(UserWarning, match="this program drops them"):
+        for _ in range(4):
+            train(step, params, state, X.clone(), "alone")
+            for wrong in (fails, lambda: step(params, state, torch.ones(()))):
+                with pytest.raises((ZeroDivisionError, SpecError)):
+                    wrong()
+
+
 def test_results_that_another_call_uses(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
     """As of steps for a few samples each, from the same parameters."""
     step, params, state = new_step(mesh)
