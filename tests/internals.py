@@ -479,3 +479,14 @@ def tell_renewals_after(monkeypatch: Any, times: int) -> None:
     from spmd.mesh import calling
 
     monkeypatch.setattr(calling, "RENEWED", times)
+
+
+def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
+    """In a region that takes many gradients: how many checks it remembers, where `most` functions are remembered."""
+    from spmd.mesh.region import require
+    from spmd.transforms.first_call import look
+
+    with mock.patch.object(look, "_MOST", most):
+        for _ in range(8 * most):
+            take_gradient()
+    return len(require("this").looked_at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost
@@ -145,23 +145,24 @@ class Newcomers:
         """Wait until each has sent `count` messages that `is_it` accepts."""
         left = dict.fromkeys((rank.rank for rank in self.ranks.all), count)
         end = time.monotonic() + seconds
-        heard = self._heard_here() if self._host_list is None else self._heard_of_hosts()
-        while any(count > 0 for count in left.values()):
-            self._check_wanted()
-            if time.monotonic() > end:
-                late = sorted(rank for rank, count in left.items() if count > 0)
-                got = f"ranks {late} are not ready after {seconds:g} s"
-                remedy = "see what they import; the mesh goes on as it was"
-                raise MeshError("the mesh cannot be resized", got=got, remedy=remedy)
-            for kind, rank, what in next(heard):
-                if kind == "death":
-                    raise Died(f"rank {rank.rank} {rank.end_text()}")
-                if kind == "answer":
-                    left[rank.rank] -= is_it(self._decoded(rank, what))
-                else:
-                    self._printed.append((rank, kind, what))
+        found = self._heard_here() if self._host_list is None else self._heard_of_hosts()
+        with contextlib.closing(found) as heard:  # at once, not when an error that refers to it is gone
+            while any(count > 0 for count in left.values()):
+                self._check_wanted()
+                if time.monotonic() > end:
+                    late = sorted(rank for rank, count in left.items() if count > 0)
+                    got = f"ranks {late} are not ready after {seconds:g} s"
+                    remedy = "see what they import; the mesh goes on as it was"
+                    raise MeshError("the mesh cannot be resized", got=got, remedy=remedy)
+                for kind, rank, what in next(heard):
+                    if kind == "death":
+                        raise Died(f"rank {rank.rank} {rank.end_text()}")
+                    if kind == "answer":
+                        left[rank.rank] -= is_it(self._decoded(rank, what))
+                    else:
+                        self._printed.append((rank, kind, what))
 
-    def _heard_here(self) -> Iterator[list[tuple[str, Rank, Any]]]:
+    def _heard_here(self) -> Generator[list[tuple[str, Rank, Any]], None, None]:
         """Yields, after a moment at most, what ranks on this host have sent and printed, and which have died."""
         found: list[tuple[str, Rank, Any]] = []
 
@@ -186,7 +187,7 @@ class Newcomers:
                 yield found
                 found.clear()
 
-    def _heard_of_hosts(self) -> Iterator[list[tuple[str, Rank, Any]]]:
+    def _heard_of_hosts(self) -> Generator[list[tuple[str, Rank, Any]], None, None]:
         """The same for ranks on other hosts."""
         assert isinstance(self.ranks, HostRanks)
         inbox, bell = self.ranks.inbox, threading.Event()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import checks_remembered
 from torch import nn
 
 from spmd import (
@@ -774,6 +775,18 @@ def test_a_gradient_over_one_axis_is_not_the_same_along_the_other(shared_mesh):
         return float(g), float(grad(lambda v: v * v)(local))
 
     assert shared_mesh({"data": 2, "model": 2}).run(body) == [(-2.0, 0.5), (-3.0, 1.0), (-2.0, 1.5), (-3.0, 2.0)]
+
+
+def test_a_region_as_long_as_a_run_remembers_few_checks(shared_mesh):
+    """A loop within one `mesh.run` takes gradients with aux, many more than are remembered."""
+
+    def loss_fn(w):
+        return w.square().mean(), w.detach()
+
+    def body():
+        return checks_remembered(lambda: grad(loss_fn, has_aux=True)(torch.ones(3)), 16)
+
+    assert max(shared_mesh({"data": 2}).run(body)) <= 16
 
 
 def test_arrays_as_arguments(shared_mesh):

@@ -80,7 +80,8 @@ def look(
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
     if key in looked_at:
-        call.region.looked_at.add(lookup)
+        if len(call.region.looked_at) < _MOST:  # a region may be as long as the run
+            call.region.looked_at.add(lookup)
         return
     was_warned = False
     if not call.nested:
