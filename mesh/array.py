@@ -275,10 +275,10 @@ class Array:
     __truediv__, __rtruediv__, __floordiv__ = _operators("truediv", "rtruediv", "floordiv")
     __rfloordiv__, __mod__, __rmod__, __pow__, __rpow__ = _operators("rfloordiv", "mod", "rmod", "pow", "rpow")
     __matmul__, __rmatmul__, __and__, __or__, __xor__ = _operators("matmul", "rmatmul", "and", "or", "xor")
-    __neg__, __pos__, __abs__, __invert__ = _operators("neg", "pos", "abs", "invert")
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__  # which take their operands in any order
+    __neg__, __pos__, __abs__, __invert__, __contains__ = _operators("neg", "pos", "abs", "invert", "contains")
     __lshift__, __rlshift__, __rshift__, __rrshift__ = _operators("lshift", "rlshift", "rshift", "rrshift")
     __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = _operators("eq", "ne", "lt", "le", "gt", "ge")
-    (__contains__,) = _operators("contains")
 
     def __getitem__(self, index: Any) -> Any:
         return _operated(torch.Tensor.__getitem__, self, index)

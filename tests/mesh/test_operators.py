@@ -19,7 +19,7 @@ ELEMENT_BY_ELEMENT = """
 x + y; x - y; x * y; x / y; x // y; x % y; x ** 2; 2 ** x; 1 - x; 1 / (x + 4); 7 // (x + 4); -x; +x; abs(x)
 x + 1; 2 * x; x + v; v * x; x - v; x > y; x >= y; x < y; x <= y; x == y; x != y; x > 0; x == 1.0
 i << 1; i >> 1; 1 << i.abs(); torch.real(x); x.real
-i & 3; i | 1; i ^ i; ~b; b & b; b | ~b; torch.logical_and(b, ~b); torch.logical_xor(b, b)
+i & 3; i | 1; i ^ i; True & b; 3 | i; ~b; b & b; b | ~b; torch.logical_and(b, ~b); torch.logical_xor(b, b)
 torch.abs(x); torch.exp(x); torch.log(x + 5); torch.sqrt(x + 5); torch.rsqrt(x + 5); torch.sin(x); torch.cos(x)
 torch.tan(x); torch.tanh(x); torch.sinh(x); torch.cosh(x); torch.asinh(x); torch.atan(x); torch.sigmoid(x)
 torch.relu(x); torch.square(x); torch.sign(x); torch.sgn(x); torch.ceil(x); torch.floor(x); torch.round(x)
