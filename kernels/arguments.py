@@ -61,9 +61,10 @@ def checked_flag(what: str, name: str, value: Any, remedy: str = "") -> bool:
     """True or False, also where they are written as 1, 0 or None; refuses others, such as "no", which would be true."""
     if type(value) is bool:
         return value
-    if value is None or (isinstance(value, int | np.bool_ | np.integer | torch.Tensor) and value in (False, True)):
+    is_one = isinstance(value, int | np.bool_ | np.integer) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    if value is None or (is_one and value in (False, True)):
         return bool(value)
-    raise SpecError(f"{what} got a bad {name}", got=repr(value), remedy=remedy or f"write {name}=True or {name}=False")
+    raise SpecError(f"{what} got a bad {name}", got=repr(value), expected="True or False", remedy=remedy)
 
 
 _UNFINISHED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.arguments import is_whole, plain_text
 from ..kernels.callsite import public
@@ -215,9 +215,9 @@ class Mesh:
         return followed(session.comm_among(ranks, axis), session.layout)
 
     device_mesh = property(running.device_mesh)
-
     run, submit, remote, reload = running.run, running.submit, running.remote, running.reload
-    __getattr__ = running.refuse_attribute
+    if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
+        __getattr__ = running.refuse_attribute
 
     @property
     def session(self) -> RankSession:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -139,8 +139,10 @@ class Apply:
         """Whether this function is in train mode while its module is in eval mode by now."""
         return self._origin.evaluates if isinstance(self._origin, Origin) else self._origin
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, _INSTEAD)
+    if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _INSTEAD)
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"

@@ -56,7 +56,8 @@ def whole(x: Tensor) -> Tensor:
     return within(x)
 
 
-for batch in Loader(torch.randn(8, 3), batch_size=4, mesh=mesh):
+loader = Loader(torch.randn(8, 3), batch_size=4, mesh=mesh)
+for batch in loader:
     params, opt_state, loss = train_step(params, opt_state, batch)
     print(f"{float(loss):.3f}")
 
@@ -69,3 +70,9 @@ trained: nn.Module = apply.to_module(fetch(params))
 params = apply.params(torch.load("weights.pt"))
 apply_norm, params, buffers = functional_with_buffers(nn.BatchNorm1d(3), sync=True)
 saved: dict[str, Any] = apply_norm.state_dict(params, buffers)
+
+# Names that are not there are errors; without one, each of these comments would be.
+print(mesh.shape)  # type: ignore[attr-defined]
+print(apply.parameters)  # type: ignore[attr-defined]
+print(apply_norm.train)  # type: ignore[attr-defined]
+print(loader.num_workers)  # type: ignore[attr-defined]

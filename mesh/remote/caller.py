@@ -177,8 +177,11 @@ class Caller:
             if oldest is None or oldest.future.done():
                 time.sleep(0)  # its answer is being taken
                 continue
-            with contextlib.suppress(Exception):
+            try:
                 self.wait(oldest.future, None, (owner, oldest.name))
+            except Exception as error:  # whoever has the call's Ref gets its error
+                if raised_by_handler(error):
+                    raise
             if not oldest.future.done():
                 raise MeshError(
                     f"{CALLS} calls, or {BYTES >> 20} MB of arguments, are under way, and no room can come free",

@@ -112,8 +112,9 @@ class Ref:
         """
         try:
             self._caller.wait(self.future, timeout, (self.owner, self.name) if timeout is None else None)
-        except BaseException:
-            if not self.future.done():
+        except BaseException as error:
+            # A signal's handler may have taken so long that the call is over by now.
+            if not self.future.done() or error is not self.future.exception():
                 raise
         self.future.seen = True
         return self.future.exception()

@@ -1,60 +1,59 @@
-"""Values of torchrun's options that its launcher would refuse with a traceback, and without the option's name."""
+"""Values of torchrun's options that its launcher would refuse with a traceback, and without the option's name.
+
+Torch's own functions read the values here, so that what it takes is never refused.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
+from collections.abc import Callable
+from typing import Any
 
-import torch
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from ..mesh.launch.arguments import MOST_RANKS
 
-_STREAMS = r"[0-3]|(\d:[0-3],)*\d:[0-3]"
-_STREAMS_WORDS = "0 to 3, or such a number for some local ranks, as in 0:3,1:1"
+_STREAMS = "0 to 3, or such a number for some local ranks, as in 0:3,1:1"
 
 
 def problem_of(options: argparse.Namespace) -> str | None:
     """What is wrong with one of the options, by its name; None if nothing is."""
     ranks = f"a number from 1 to {MOST_RANKS}, cpu, auto, or gpu if torch finds one"
-    for name, expected, is_good in (
-        ("nnodes", "a number of hosts, at least 1, or MIN:MAX", _is_hosts(options.nnodes)),
-        ("nproc_per_node", ranks, _is_ranks(options.nproc_per_node)),
-        ("max_restarts", "a number, at least 0", options.max_restarts >= 0),
-        ("master_port", "a port, 0 to 65535", _is_port(str(options.master_port or 0))),
-        ("rdzv_endpoint", "HOST:PORT, with a port of 0 to 65535", _is_endpoint(options.rdzv_endpoint)),
-        ("rdzv_conf", "KEY=VALUE, with commas between several", _is_conf(options.rdzv_conf)),
-        ("tee", _STREAMS_WORDS, re.fullmatch(_STREAMS, options.tee)),
-        ("redirects", _STREAMS_WORDS, re.fullmatch(_STREAMS, options.redirects)),
-    ):
-        if not is_good:
-            return f"argument --{name.replace('_', '-')}: expected {expected}, got {str(getattr(options, name))!r}"
+    endpoint = "HOST:PORT, with a port of 0 to 65535"
+    checks: list[tuple[str, str, Callable[[Any], Any]]] = [
+        ("nnodes", "a number of hosts, at least 1, or MIN:MAX", _is_hosts),
+        ("nproc_per_node", ranks, lambda text: 0 < determine_local_world_size(text) <= MOST_RANKS),
+        ("max_restarts", "a number, at least 0", lambda number: number >= 0),
+        ("rdzv_conf", "KEY=VALUE, with commas between several", _is_conf),
+        ("tee", _STREAMS, lambda text: Std.from_str(text) is not None),
+        ("redirects", _STREAMS, lambda text: Std.from_str(text) is not None),
+    ]
+    # Torch leaves these alone if nobody meets there, and a backend of others may read them in its own way.
+    if not options.standalone and options.rdzv_backend == "static":
+        if options.rdzv_endpoint:
+            checks.append(("rdzv_endpoint", endpoint, lambda text: parse_rendezvous_endpoint(text, -1)[1] >= 0))
+        else:
+            checks.append(("master_port", "a port, 0 to 65535", lambda port: port is None or 0 <= port < 1 << 16))
+    elif not options.standalone and options.rdzv_backend in ("c10d", "etcd", "etcd-v2"):
+        checks.append(("rdzv_endpoint", f"{endpoint}, or HOST", lambda text: parse_rendezvous_endpoint(text, 0)))
+    for name, expected, is_good in checks:
+        value = getattr(options, name)
+        try:
+            good = is_good(value)
+        except (ValueError, RuntimeError):  # what torch raises
+            good = False
+        if not good:
+            return f"argument --{name.replace('_', '-')}: expected {expected}, got {str(value)!r}"
     return None
 
 
 def _is_hosts(text: str) -> bool:
-    numbers = [int(part) for part in text.split(":") if part.isdecimal()]
-    return len(numbers) == text.count(":") + 1 <= 2 and 0 < numbers[0] <= numbers[-1]
-
-
-def _is_ranks(text: str) -> bool:
-    if text.isdecimal():
-        return 0 < int(text) <= MOST_RANKS
-    if text in ("cpu", "auto"):
-        return True
-    try:
-        return bool(torch.get_device_module("cuda" if text == "gpu" else text).is_available())
-    except RuntimeError:
-        return False
-
-
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and int(text) < 1 << 16
-
-
-def _is_endpoint(text: str) -> bool:
-    _, colon, port = text.rpartition(":")
-    return not colon or text.endswith("]") or _is_port(port)  # an address of version 6 ends so, without a port
+    least, most = parse_min_max_nnodes(text)
+    return 0 < least <= most
 
 
 def _is_conf(text: str) -> bool:
-    return not text or all(re.fullmatch(r"\s*[^=\s][^=]*=\s*\S.*", part) for part in text.split(","))
+    parts = [part.partition("=") for part in text.split(",")] if text.strip() else []
+    return all(key.strip() and value.strip() for key, _, value in parts)

@@ -10,7 +10,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.arguments import check_function, is_number, is_whole
 from ..kernels.callsite import hide_our_frames, public, warn
@@ -123,8 +123,10 @@ class Loader:
         self._begun_at: tuple[int, int] | None = None  # loads and epoch, at the beginning of the last loop
         self._left, self._most_left = 0, _LEFT  # how many loops in a row were left early, and of how many to warn
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, _INSTEAD)
+    if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _INSTEAD)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -171,7 +171,9 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
         "--nproc-per-node 0",
         "--max-restarts -1",
         "--master-port 65536",
+        "--nproc-per-node distributed",
         "--rdzv-endpoint here:port",
+        "--rdzv-endpoint host0",
         "--rdzv-conf a=1,b",
         "--tee 4",
         "--redirects all",
@@ -188,13 +190,23 @@ def test_bad_values_of_torchrun_s_options_are_refused(given: str, capsys: pytest
     "given",
     [
         "--nnodes 1:3 --rdzv-conf timeout=20,a=b=c --rdzv-endpoint [::1]:2940 --tee 0:3,1:1",
-        "--rdzv-endpoint host0 --nproc-per-node auto --redirects 3",
-        "--rdzv-endpoint [::1] --nproc-per-node cpu",
+        "--rdzv-backend c10d --rdzv-endpoint host0 --nproc-per-node auto --redirects 3",
+        "--rdzv-backend etcd --rdzv-endpoint [::1] --nproc-per-node cpu",
+        "--rdzv-backend own --rdzv-endpoint unix:/tmp/meeting",
+        "--standalone --rdzv-endpoint host0 --master-port 65536",
         "-n 4",
+        "-n 1 train.py --tee 4 --nnodes x",
     ],
 )
 def test_values_that_torch_takes_are_not_refused(given: str) -> None:
     assert problem_of(parse([*given.split(), "train.py"])) is None
+
+
+def test_numbers_and_settings_with_spaces_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell's `$(... | wc -l)` gives them, or a file of variables; torch takes them."""
+    for name, value in (("NPROC_PER_NODE", " 4"), ("NNODES", "1 : 2 "), ("RDZV_CONF", " "), ("TEE", "3\n")):
+        monkeypatch.setenv(f"PET_{name}", value)
+    assert problem_of(parse(["--rdzv-id", "1", "train.py"])) is None
 
 
 @pytest.mark.parametrize(

@@ -360,12 +360,13 @@ def test_what_is_refused_at_once(options, text):
     [
         ("bias", r"groups\[0\] is a text .*'bias'.*write \"params\": \['bias'\]"),
         ({"w": "yes", "bias": True}, r"groups\[0\] got a bad value for w .*'yes'.*True or False"),
+        (torch.ones(2), r"groups\[0\] got a bad value for w .*tensor\(\[1., 1.\]\).* or a list of names"),
         (["bais"], "names 'bais', which is no parameter"),
     ],
-    ids=["a text", "a tree of texts", "a list"],
+    ids=["a text", "a tree of texts", "a parameter", "a list"],
 )
 def test_groups_that_name_no_parameters(params, text):
-    """Each was true for all parameters, silently, but for the list."""
+    """Texts were true for all parameters, silently."""
     opt = optimizer(optim.SGD, lr=0.1, groups=[{"params": params, "lr": 1.0}])
     with pytest.raises(SpecError, match=text):
         opt.init({"w": torch.ones(2), "bias": torch.ones(2)})

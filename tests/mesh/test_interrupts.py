@@ -16,7 +16,7 @@ from collections import deque
 
 import pytest
 import torch
-from patience import HANGS, end_within
+from patience import HANGS, end_within, until
 from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
@@ -336,6 +336,47 @@ def test_a_timeout_while_an_object_s_result_is_waited_for(shared_mesh):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     ref.cancel()
+
+
+def test_an_exception_of_a_handler_that_ends_after_the_call(shared_mesh):
+    """As of one that saves the training first."""
+    refs = [shared_mesh({"data": 2}).remote(_Waits).wait()]
+
+    def stop(number, frame):
+        until(refs[0].done)
+        raise SystemExit("saved")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(SystemExit, match="saved"):
+            refs[0].exception()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert refs[0].exception() is None
+
+
+def test_a_timeout_while_a_call_waits_for_room(shared_mesh):
+    """Errors of the calls before it are ignored there; the program's own are not."""
+    held = shared_mesh({"data": 2}).remote(_Waits)
+    refs = []
+
+    def stop(number, frame):
+        raise TimeoutError("too late")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        refs.append(held.wait())
+        with pytest.raises(TimeoutError, match="too late"):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            while True:
+                refs.append(held.wait())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for ref in reversed(refs):
+        ref.cancel()
 
 
 @pytest.mark.parametrize("what", ["an Array", "an Array of a rank", "the values of a call"])
