@@ -16,7 +16,7 @@ import sys
 import types
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -61,13 +61,13 @@ class CapturedState:
     """
 
     def __init__(self, functions: Sequence[tuple[Any, str]], whole: tuple[type, ...], *, buffers: bool = True):
-        self._looks: list[_Look] = []
-        for obj, name in _reached(functions, whole, _inside):
+        self._looks: list[tuple[Any, _Look]] = []
+        for obj, name in reached(functions, whole):
+            looks = _looks_at(obj, name)
             if isinstance(obj, nn.Module):
-                self._looks += _looks_at_metrics(obj, name)
-                if _is_users(type(obj)):
-                    self._looks.append(_attributes_of_module(obj, name, buffers))
-            self._looks += _looks_at(obj, name)
+                own = [_attributes_of_module(obj, name, buffers)] if _is_users(type(obj)) else []
+                looks = [*_looks_at_metrics(obj, name), *own, *looks]
+            self._looks += [(obj, look) for look in looks]
 
     def check(self, name: str, function: Any) -> None:
         """Warn, at a function's first line, if its body has changed any of it. No error: some do it on purpose."""
@@ -76,9 +76,10 @@ class CapturedState:
             problem = f"{name} changes what it captures: the change stays on its rank, and the caller never sees it"
             warn_at(function, problem, got=change[0], remedy=change[1])
 
-    def first_change(self) -> _Change | None:
-        """What has changed, and the remedy; None if nothing has."""
-        return next((change for look in self._looks if (change := look()) is not None), None)
+    def first_change(self, apart: Set[int] = frozenset()) -> _Change | None:
+        """What has changed, and the remedy; None if nothing has, except objects with the ids in `apart`."""
+        looks = (look for obj, look in self._looks if id(obj) not in apart)
+        return next((change for look in looks if (change := look()) is not None), None)
 
 
 class OwnGenerators:
@@ -90,8 +91,8 @@ class OwnGenerators:
     """
 
     def __init__(self, roots: Sequence[tuple[Any, str]], reads: Any):
-        reached = _reached(roots, (), _inside_of_dataset)
-        self._looks = [look for obj, name in reached for look in _looks_at_generator(obj, name)]
+        found = reached(roots, (), _inside_of_dataset)
+        self._looks = [look for obj, name in found for look in _looks_at_generator(obj, name)]
         self._reads = reads
 
     def check(self, problem: str, remedy: str) -> None:
@@ -108,8 +109,10 @@ def warn_at(function: Any, problem: str, **parts: Any) -> None:
     warnings.warn_explicit(message(problem, **parts), UserWarning, file, line)
 
 
-def _reached(
-    roots: Sequence[tuple[Any, str]], whole: tuple[type, ...], inside: Callable[[Any, str], Iterator[tuple[Any, str]]]
+def reached(
+    roots: Sequence[tuple[Any, str]],
+    whole: tuple[type, ...],
+    inside: Callable[[Any, str], Iterator[tuple[Any, str]]] | None = None,
 ) -> Iterator[tuple[Any, str]]:
     """Objects and what they refer to, as far as one looks, each once and with its name in the program."""
     seen: set[int] = set()
@@ -122,7 +125,7 @@ def _reached(
         seen.add(id(obj))
         held.append(obj)
         yield obj, name
-        found = list(inside(obj, name)) if depth < DEPTH else []
+        found = list((inside or _inside)(obj, name)) if depth < DEPTH else []
         if len(found) <= LOOKED_INTO:
             level = depth if isinstance(obj, _OF_ONE_LEVEL) else depth + 1
             todo += [(item, its, level) for item, its in found]
@@ -205,6 +208,15 @@ def _looks_at_generator(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, np.random.Generator | np.random.RandomState):
         return [_drawn_from(obj.bit_generator if isinstance(obj, np.random.Generator) else obj, name)]
     return [_drawn_from(obj, name)] if isinstance(obj, random.Random) else []
+
+
+def generator_state(obj: Any) -> Any:
+    """What a program would return of a generator, to continue with it elsewhere; an empty tuple for other objects."""
+    if isinstance(obj, torch.Generator):
+        return obj.get_state()
+    if isinstance(obj, random.Random):
+        return obj.getstate()
+    return obj.bit_generator.state if isinstance(obj, np.random.Generator) else ()
 
 
 def _drawn_from(obj: Any, name: str) -> _Look:

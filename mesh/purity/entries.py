@@ -6,7 +6,7 @@ what it has changed: the next call begins with the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import optree
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import trees
 from ..rank.references import SCALARS
 from ..replication.net import marked
-from .captured_state import WAY, CapturedState, warn_at
+from .captured_state import WAY, CapturedState, generator_state, reached, warn_at
 
 _NUMBERS = int | float | complex
 _LOST = "and does not return it: the caller never sees it"
@@ -38,22 +38,34 @@ class GivenObjects:
         called: Callable[[str], str],
     ):
         objects = [index for index, one in enumerate(before) if not isinstance(one, (*SCALARS, Tensor))]
-        batches = _sharded(before, treedef) if objects else set()
+        accessors, places = (treedef.accessors(), trees.places(treedef)) if objects else ([], [])
+        batches = _sharded(before, accessors)
+        self._whole = whole
         self._states = [
-            (before[index], name := called(trees.places(treedef)[index]), CapturedState([(before[index], name)], whole))
+            (before[index], name := called(places[index]), CapturedState([(before[index], name)], whole))
             for index in objects
-            if treedef.accessors()[index][:2] not in batches
+            if accessors[index][:2] not in batches
         ]
 
     def check(self, name: str, function: Callable, result: Any) -> None:
         """Warn, at a function's first line, if it has changed one of them that is not in its result."""
-        returned = set(map(id, trees.leaves(result))) if self._states else set()
+        if not self._states:
+            return
+        leaves = trees.leaves(result)
+        held = [one for one, _ in reached([(leaf, "") for leaf in leaves], self._whole)]
+        returned, kinds = set(map(id, held)), set(map(_kind_of, leaves))
         for given, its, state in self._states:
-            change = None if id(given) in returned else state.first_change()
-            if change is not None:
+            change = state.first_change(returned)
+            if change is not None and not _gives_state(given, kinds):
                 remedy = change[1] if change[1] != WAY else "return it, and pass what comes back to the next call"
                 warn_at(function, f"{name} changes its {its}, {_LOST}", got=change[0], remedy=remedy)
                 return
+
+
+def _gives_state(given: Any, kinds: Set[Any]) -> bool:
+    """Whether results of these kinds may be the state of a generator, with which the caller goes on."""
+    state = set(map(_kind_of, trees.leaves(generator_state(given))))
+    return bool(state) and state <= kinds
 
 
 def warn_of_changed(
@@ -111,7 +123,7 @@ def _filled(
 ) -> str | None:
     """The path of a list that has grown, or of a dict that has a new number, or any entry where it had none."""
     there = set(trees.places(treedef))
-    sharded = _sharded(before, treedef)
+    sharded = _sharded(before, treedef.accessors())
     known = set(map(id, before))
     for accessor, value in zip(changed.accessors(), now, strict=True):
         if accessor.codify("") in there or id(value) in known or accessor[:2] in sharded:
@@ -126,9 +138,9 @@ def _filled(
     return None
 
 
-def _sharded(before: Sequence[Any], treedef: optree.PyTreeSpec) -> set[Any]:
+def _sharded(before: Sequence[Any], accessors: Sequence[Any]) -> set[Any]:
     """The arguments that hold a sharded tensor."""
-    return {accessor[:2] for accessor, value in zip(treedef.accessors(), before, strict=True) if _is_cut(value)}
+    return {accessor[:2] for accessor, value in zip(accessors, before, strict=False) if _is_cut(value)}
 
 
 def _is_cut(value: Any) -> bool:
