@@ -24,6 +24,8 @@ from .ambient import Ambient, under
 from .batch import BatchSplit
 from .rank.session import RankSession
 
+_MOST_CHECKS = 4096  # that a region notes
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
@@ -84,6 +86,11 @@ class Region:
     def is_strided(self) -> bool:
         """Whether its batch is a `Loader`'s, which deals the samples to the ranks one by one."""
         return self.key[1:2] == ("batch",)
+
+    def note_checked(self, what: Any) -> None:
+        """Note what was checked; not without end, since a region may be as long as the run."""
+        if len(self.looked_at) < _MOST_CHECKS:
+            self.looked_at.add(what)
 
 
 class _Regions(threading.local):

@@ -482,11 +482,10 @@ def tell_renewals_after(monkeypatch: Any, times: int) -> None:
 
 
 def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
-    """In a region that takes many gradients: how many checks it remembers, where `most` functions are remembered."""
-    from spmd.mesh.region import require
-    from spmd.transforms.first_call import look
+    """In a region that takes many gradients: how many checks it remembers, where `most` are remembered."""
+    from spmd.mesh import region
 
-    with mock.patch.object(look, "_MOST", most):
+    with mock.patch.object(region, "_MOST_CHECKS", most):
         for _ in range(8 * most):
             take_gradient()
-    return len(require("this").looked_at)
+    return len(region.require("this").looked_at)

@@ -778,12 +778,13 @@ def test_a_gradient_over_one_axis_is_not_the_same_along_the_other(shared_mesh):
 
 
 def test_a_region_as_long_as_a_run_remembers_few_checks(shared_mesh):
-    """A loop within one `mesh.run` takes gradients with aux, many more than are remembered."""
+    """A loop within one `mesh.run` takes gradients with aux, many more than are remembered, also beside graphs."""
 
     def loss_fn(w):
         return w.square().mean(), w.detach()
 
     def body():
+        assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2)).sum() == 4
         return checks_remembered(lambda: grad(loss_fn, has_aux=True)(torch.ones(3)), 16)
 
     assert max(shared_mesh({"data": 2}).run(body)) <= 16

@@ -23,13 +23,12 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
     graphs = torch_compiled.graphs()
     if not graphs:
         return
-    looked_at, key = set(), None
-    if call.region is not None:
-        call.region.looks += 1
-        looked_at = call.region.looked_at
-        key = (_NODE, getattr(call.function, "__code__", call.function), call.nested, call.region.looks, graphs)
-    if key in looked_at:
-        return
+    region, key = call.region, None
+    if region is not None:
+        region.looks += 1
+        key = (_NODE, getattr(call.function, "__code__", call.function), call.nested, region.looks, graphs)
+        if key in region.looked_at:
+            return
     if any(type(node).__name__ == _NODE for node in nodes(value.grad_fn)):
         raise SpecError(
             f"{call.name} is computed of a gradient of a compiled function, and graphs of torch.compile can't be "
@@ -38,4 +37,5 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
             remedy='do not compile what is differentiated twice, or compile it with backend="eager"; '
             "detach() the gradient if it is to be a constant",
         )
-    looked_at.add(key)
+    if region is not None:
+        region.note_checked(key)

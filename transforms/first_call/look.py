@@ -80,8 +80,7 @@ def look(
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
     if key in looked_at:
-        if len(call.region.looked_at) < _MOST:  # a region may be as long as the run
-            call.region.looked_at.add(lookup)
+        call.region.note_checked(lookup)
         return
     was_warned = False
     if not call.nested:
