@@ -97,21 +97,19 @@ def disown(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def settle(
-    values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], *, donating: bool, captured: Set[int]
-) -> None:
+def settle(values: Sequence[Any], local: Sequence[Any], results: Sequence[Any], captured: Set[int] | None) -> None:
     """After a call, find out which values own their memory.
 
     Args:
         values: the values that were passed, as they are kept.
         local: the same values as the body got them; the memory of some was taken.
         results: the results, as they will be kept.
-        donating: whether arguments were donated: only then are results made owners.
-        captured: the addresses of the storages of what the body captures, which later calls may return again.
+        captured: the addresses of the storages of what the body captures, which later calls may return again; None if
+            no arguments were donated: then no results are made owners.
     """
     # Not `is_owner`: this looks at every value in every call, and most don't have the attribute.
     owners = [value for value in values if getattr(value, "_spmd_owner", False)]
-    if not owners and not donating:
+    if not owners and captured is None:
         return
     kept = [
         value
@@ -127,7 +125,7 @@ def settle(
     for value in owners:
         if _storage(value) in shown:
             disown(value)
-    if donating:
+    if captured is not None:
         beside |= captured
         for value in kept:
             beside |= {_storage(value)} if value.layout is torch.strided else storages(value)

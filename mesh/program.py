@@ -205,8 +205,7 @@ class CompiledCall:
                 given_objects.check(*its, result)
             warn_of_changed(*its, local, self._treedef, (args, kwargs), result, describe_path)
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
-        captured = self.captured_memory if self._donating else frozenset[int]()
-        donation.settle(values, local, outcome.leaves, donating=self._donating, captured=captured)
+        donation.settle(values, local, outcome.leaves, self.captured_memory if self._donating else None)
         return outcome
 
     def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:

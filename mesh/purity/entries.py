@@ -37,15 +37,16 @@ class GivenObjects:
         whole: tuple[type, ...],
         called: Callable[[str], str],
     ):
+        self._whole, self._states = whole, list[tuple[Any, str, CapturedState]]()
         objects = [index for index, one in enumerate(before) if not isinstance(one, (*SCALARS, Tensor))]
-        accessors, places = (treedef.accessors(), trees.places(treedef)) if objects else ([], [])
+        if not objects:
+            return
+        accessors, places = treedef.accessors(), trees.places(treedef)
         batches = _sharded(before, accessors)
-        self._whole = whole
-        self._states = [
-            (before[index], name := called(places[index]), CapturedState([(before[index], name)], whole))
-            for index in objects
-            if accessors[index][:2] not in batches
-        ]
+        for index in objects:
+            if accessors[index][:2] not in batches:
+                name = called(places[index])
+                self._states.append((before[index], name, CapturedState([(before[index], name)], whole)))
 
     def check(self, name: str, function: Callable, result: Any) -> None:
         """Warn, at a function's first line, if it has changed one of them that is not in its result."""
@@ -140,7 +141,7 @@ def _filled(
 
 def _sharded(before: Sequence[Any], accessors: Sequence[Any]) -> set[Any]:
     """The arguments that hold a sharded tensor."""
-    return {accessor[:2] for accessor, value in zip(accessors, before, strict=False) if _is_cut(value)}
+    return {accessor[:2] for accessor, value in zip(accessors, before, strict=True) if _is_cut(value)}
 
 
 def _is_cut(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -249,6 +250,17 @@ def test_interrupts_at_any_moment(make_mesh):
     assert x.full().tolist() == [1, 1]
 
 
+@contextlib.contextmanager
+def handled(handler, number=signal.SIGALRM):
+    """Within a `with` block a signal has this handler; no alarm that was set there comes later."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(number, before)
+
+
 def test_handlers_that_make_calls_are_refused_in_the_middle_of_one(make_mesh, monkeypatch):
     """What was being sent is sent to all ranks before the handler runs, and the ranks go on."""
     mesh = make_mesh({"data": 2})
@@ -260,15 +272,15 @@ def test_handlers_that_make_calls_are_refused_in_the_middle_of_one(make_mesh, mo
         signal.raise_signal(signal.SIGUSR1)
         tell(*arguments)
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: mesh.run(int))
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(mesh.driver, "tell", signalled)
-            with pytest.raises(MeshError, match=r"handler of a signal.*in the middle of another call.*set a flag"):
-                step(x)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with handled(lambda *_: mesh.run(int), signal.SIGUSR1), monkeypatch.context() as patched:
+        patched.setattr(mesh.driver, "tell", signalled)
+        with pytest.raises(MeshError, match=r"handler of a signal.*in the middle of another call.*set a flag"):
+            step(x)
     assert mesh.run(lambda: barrier()) == [None, None] and step(x).full().tolist() == [1, 1]
+
+
+def too_late(*_):
+    raise TimeoutError("too late")
 
 
 class _Late:
@@ -292,14 +304,10 @@ class _Refuses:
 def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
     mesh, late, refuses = shared_mesh({"data": 2}), _Late(), _Refuses()
 
-    def stop(number, frame):
-        raise TimeoutError("too late")
-
     class Stop:
         def __call__(self, number, frame):
-            stop(number, frame)
+            too_late()
 
-    before = signal.getsignal(signal.SIGALRM)
     held = mesh.remote(list)
     calls = (
         lambda: mesh.run(repr, late),
@@ -307,74 +315,45 @@ def test_a_timeout_while_something_is_pickled_is_raised_as_it_is(shared_mesh):
         lambda: mesh.remote(list, late),
         lambda: held.append(late),
     )
-    try:
-        for handler in (stop, Stop(), functools.partial(stop)):
-            signal.signal(signal.SIGALRM, handler)
-            for call in calls:
-                with pytest.raises(TimeoutError, match="too late"):
-                    call()
-        with pytest.raises(MeshError, match=r"cannot be sent.*'refuses'.*its own"):
-            mesh.run(lambda: repr(refuses))
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    for handler in (too_late, Stop(), functools.partial(too_late)):
+        for call in calls:
+            with handled(handler), pytest.raises(TimeoutError, match="too late"):
+                call()
+    with handled(too_late), pytest.raises(MeshError, match=r"cannot be sent.*'refuses'.*its own"):
+        mesh.run(lambda: repr(refuses))
 
 
 def test_a_timeout_while_an_object_s_result_is_waited_for(shared_mesh):
     """Python's own error for it has the same class as that of a `get(timeout=)`."""
-    held = shared_mesh({"data": 2}).remote(_Waits)
-
-    def stop(number, frame):
-        raise TimeoutError("too late")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
+    ref = shared_mesh({"data": 2}).remote(_Waits).wait()
+    with handled(too_late), pytest.raises(TimeoutError, match="too late"):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        ref = held.wait()
-        with pytest.raises(TimeoutError, match="too late"):
-            ref.get()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        ref.get()
     ref.cancel()
 
 
 def test_an_exception_of_a_handler_that_ends_after_the_call(shared_mesh):
     """As of one that saves the training first."""
-    refs = [shared_mesh({"data": 2}).remote(_Waits).wait()]
+    ref = shared_mesh({"data": 2}).remote(_Waits).wait()
 
     def stop(number, frame):
-        until(refs[0].done)
+        until(ref.done)
         raise SystemExit("saved")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
+    with handled(stop), pytest.raises(SystemExit, match="saved"):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(SystemExit, match="saved"):
-            refs[0].exception()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert refs[0].exception() is None
+        ref.exception()
+    assert ref.exception() is None
 
 
 def test_a_timeout_while_a_call_waits_for_room(shared_mesh):
     """Errors of the calls before it are ignored there; the program's own are not."""
     held = shared_mesh({"data": 2}).remote(_Waits)
-    refs = []
-
-    def stop(number, frame):
-        raise TimeoutError("too late")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        refs.append(held.wait())
-        with pytest.raises(TimeoutError, match="too late"):
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-            while True:
-                refs.append(held.wait())
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    refs = [held.wait()]
+    with handled(too_late), pytest.raises(TimeoutError, match="too late"):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        while True:
+            refs.append(held.wait())
     for ref in reversed(refs):
         ref.cancel()
 
@@ -519,12 +498,9 @@ def test_a_handler_closes_a_mesh_that_is_being_closed(make_mesh, monkeypatch):
             other.start()
             signal.raise_signal(signal.SIGALRM)
 
-    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
     monkeypatch.setattr(mesh.driver, "tell", tell_and_interrupt)
-    try:
+    with handled(lambda *_: mesh.close()):
         mesh.close()
-    finally:
-        signal.signal(signal.SIGALRM, before)
     other.join(HANGS)
     assert closed == [True]
 
@@ -542,13 +518,10 @@ def test_a_handler_closes_a_mesh_in_the_middle_of(make_mesh, monkeypatch, capfd,
         does(*told)
         signal.raise_signal(signal.SIGALRM)
 
-    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
     monkeypatch.setattr(mesh.driver, interrupted, does_and_is_interrupted)
-    try:
-        with pytest.raises(MeshError, match=r"this mesh is closed: Mesh\.close\(\) was called"):
-            mesh.run(bytes, 1 << 20) if how == "a call" else mesh.resize({"data": 1})  # too long for the arena
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    was_closed = pytest.raises(MeshError, match=r"this mesh is closed: Mesh\.close\(\) was called")
+    with handled(lambda *_: mesh.close()), was_closed:
+        mesh.run(bytes, 1 << 20) if how == "a call" else mesh.resize({"data": 1})  # too long for the arena
     assert mesh.closed and "waits up to" not in capfd.readouterr().err
 
 
@@ -577,13 +550,10 @@ def test_a_handler_closes_a_mesh_in_the_middle_of_a_call_while_a_thread_closes_i
         signal.raise_signal(signal.SIGALRM)
         go_on.touch()
 
-    before = signal.signal(signal.SIGALRM, lambda *_: mesh.close())
     monkeypatch.setattr(open_sessions, "discard", discard_and_say)
     monkeypatch.setattr(mesh.driver, "tell", tell_and_interrupt)
-    try:
+    with handled(lambda *_: mesh.close()):
         assert mesh.run(bytes, 1) == [b"\0"] * 2
-    finally:
-        signal.signal(signal.SIGALRM, before)
     other.join(HANGS)
     assert mesh.closed
 
