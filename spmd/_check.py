@@ -20,7 +20,7 @@ from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
 from .kernels.callsite import public
 from .kernels.errors import SpecError
-from .kernels.torch_private import FakeTensors, PretendedNumbers
+from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.ambient import ambient
@@ -135,7 +135,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's log of errors in fake tensors: the caller gets them as exceptions."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKES_LOG)
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import SpmdError
-from .mesh.pickling.torch_private import is_exported
+from .kernels.torch_private import is_exported
 from .mesh.rank.references import content_of
 
 

@@ -28,7 +28,7 @@ from ._functional_checks import (
     warn_of_kept,
     warn_of_training,
 )
-from .kernels import torch_compiled, torch_private
+from .kernels import torch_private
 from .kernels.callsite import public
 from .kernels.errors import SpecError, no_attribute
 from .mesh.array import Array
@@ -66,7 +66,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """
     check_module(module)
     skeleton = skeleton_of(module, dict(module.named_parameters()))
-    return Apply(skeleton, torch_compiled.compiled_parts(module), Origin(module)), _values(module)
+    return Apply(skeleton, torch_private.compiled_parts(module), Origin(module)), _values(module)
 
 
 @public
@@ -102,7 +102,7 @@ def functional_with_buffers(
         module = synced(module)
     buffers = dict(module.named_buffers())
     skeleton = skeleton_of(module, dict(module.named_parameters()), buffers)
-    apply = ApplyWithBuffers(skeleton, torch_compiled.compiled_parts(module), origin)
+    apply = ApplyWithBuffers(skeleton, torch_private.compiled_parts(module), origin)
     return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
 
 
@@ -179,7 +179,7 @@ class Apply:
             memo[id(replica)] = nn.Parameter(_fetched(params[name]), requires_grad=replica.requires_grad)
         for name, value in (buffers or {}).items():
             memo[id(constants[name])] = _fetched(value)
-        return torch_compiled.compile_parts(copied(self.skeleton, memo), self._compiled)
+        return torch_private.compile_parts(copied(self.skeleton, memo), self._compiled)
 
     @public
     def state_dict(self, params: Mapping[str, Any], buffers: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Apply:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(torch_compiled.compile_parts(duplicate(self.skeleton), self._compiled))
+            runner = _Runner(torch_private.compile_parts(duplicate(self.skeleton), self._compiled))
         compiling = torch.compiler.is_compiling()
         looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:
@@ -224,7 +224,7 @@ class Apply:
             if self._has_run or compiling or torch_private.is_traced():
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
-                with torch_compiled.eagerly(), Lent(self.skeleton, params, self._original()):
+                with torch_private.eagerly(), Lent(self.skeleton, params, self._original()):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True
             if kept is not None:

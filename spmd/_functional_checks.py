@@ -13,8 +13,7 @@ from .kernels.arguments import checked_flag
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError
 from .kernels.flat import strided_parts
-from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func
-from .mesh.pickling.torch_private import is_exported
+from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func, is_exported
 from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session

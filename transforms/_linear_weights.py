@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.torch_private import backward_keeps_tape
+from ..kernels.torch_private import Node, backward_keeps_tape, order, saves_itself, scales
+from ..kernels.torch_private import saved as saved_by
 from .compiled import weight_gradients
 from .compiled.weight_gradients import GraphWeight
-from .torch_private import Node, order, saves_itself, scales
-from .torch_private import saved as saved_by
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 # The nodes of `x @ weight.t()`, with and without a bias; the weight is what their last edge leads to.

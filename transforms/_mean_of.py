@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..kernels.callsite import public, warn
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import is_fake
-from .torch_private import Node, saved
+from ..kernels.torch_private import Node, is_fake, saved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,11 +22,10 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import being_recorded, in_torch_func, run_as_written
+from ..kernels.torch_private import being_recorded, in_torch_func, is_batch_of_gradients, run_as_written
 from ..mesh.region import Region, current, inside
 from ..mesh.replication.net import Varying, active, joined
 from ._plan import Plan, current_plan
-from .torch_private import is_batch_of_gradients
 
 
 class _State:

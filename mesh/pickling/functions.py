@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from ...kernels import torch_private
 from ...kernels.errors import MeshError
-from .torch_private import is_exported
+from ...kernels.torch_private import is_exported
 
 _Cached = type(functools.lru_cache(lambda: None))
 _DISPATCHER: Any = functools.singledispatch(lambda obj: None)

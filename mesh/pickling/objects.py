@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import torch_compiled
+from ...kernels import torch_private
 from ...kernels.arguments import arrived
 from ...kernels.shm.pages import PAGE, any_copied
 from . import functions, operators
@@ -36,7 +36,7 @@ def reduced(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor) and (result := arrived(obj)) is not obj:
         return torch.Tensor.detach, (result,)
     found = operators.reduced(obj) or functions.reduced(obj)
-    return found or torch_compiled.taken_apart(obj) or _mapped_file(obj)
+    return found or torch_private.reduce_compiled(obj) or _mapped_file(obj)
 
 
 def _placed(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:

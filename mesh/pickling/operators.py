@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ...kernels import torch_private
 from ...kernels.errors import SpecError
-from . import torch_private
+from ...kernels.torch_private import ALL, CustomOperator, Namespace, Overload, Packet
 from .functions import travels_by_name
-from .torch_private import ALL, CustomOperator, Namespace, Overload, Packet
 
 _NOT_THE_PROGRAMS = ("torch", "spmd")  # packages whose operators exist in every process
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...kernels import torch_compiled, torch_private
+from ...kernels import torch_private
 from ...kernels.errors import message
 from ..pickling.functions import travels_by_name
 from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, used_by
@@ -143,7 +143,7 @@ def _inside_of_dataset(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
 def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
     """What to look at inside an object, each with its name in the program."""
     if isinstance(obj, types.FunctionType):
-        compiled = torch_compiled.original(obj)
+        compiled = torch_private.uncompiled(obj)
         if compiled is not None:
             yield compiled, name
         elif _is_users(obj):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import torch_compiled
+from ...kernels import torch_private
 from ..pickling.functions import travels_by_name
 from ..pickling.operators import named_among
 
@@ -40,7 +40,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     if isinstance(obj, types.FunctionType):
         if travels_by_name(obj):
             return None
-        if torch_compiled.original(obj) is not None:
+        if torch_private.uncompiled(obj) is not None:
             return _compiled_parts, 0
         return _function_parts, 0
     if isinstance(obj, functools.partial):
@@ -85,7 +85,7 @@ def _function_parts(function: Any) -> list[Any]:
 
 
 def _compiled_parts(function: Any) -> list[Any]:
-    return [torch_compiled.original(function)]
+    return [torch_private.uncompiled(function)]
 
 
 def _partial_parts(partial: Any) -> list[Any]:

@@ -19,8 +19,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.call import word_key
-from ...kernels.torch_compiled import eagerly
-from ...kernels.torch_private import DispatchMode, arguments, operation_name, storage, version, without_torch_function
+from ...kernels.torch_private import (
+    DispatchMode,
+    arguments,
+    eagerly,
+    operation_name,
+    storage,
+    version,
+    without_torch_function,
+)
 from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within

@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import CollectiveMismatch, MeshError, PeerLost, SpecError
-from ..kernels.torch_private import run_as_written
+from ..kernels.torch_private import begin_event, end_event, run_as_written
 from . import sparse, vouched
 from .arguments import check_own, exchanged, listed, one, parts, reducing, reduction, rooted
 from .barrier import MonitoredBarrier
 from .registration import DEVICES, NAME
-from .torch_private import begin_event, end_event
 from .work import Work
 from .world import World
 

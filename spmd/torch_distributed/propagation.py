@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import MeshError, SpmdError
-from ..kernels.torch_private import ITEM, DispatchMode, storage
+from ..kernels.torch_private import ITEM, DispatchMode, laid_out, storage, with_layout
 from ..mesh import trees
 from ..mesh.purity.writes import written_by
 from ..mesh.rank.operation import refuse_write
@@ -25,7 +25,6 @@ from ..mesh.region import Region
 from ..mesh.spec import REPLICATED, Layout, P, Sharded
 from .device_mesh import of_mesh
 from .dtensor import as_dtensor
-from .torch_private import laid_out, with_layout
 
 aten = torch.ops.aten
 _KINDS = 4096  # of shards whose layouts are kept

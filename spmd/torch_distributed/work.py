@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
-from ..kernels.torch_private import run_as_written
+from ..kernels.torch_private import end_event, run_as_written
 from ..kernels.waiting import turn
-from .torch_private import end_event
 
 # Works that Python dropped before they were over. C++ finds the methods below only while the Python object lives, and
 # may still wait for one that it was given: DDP within `Join` for one a model, from its forward pass to the end of its

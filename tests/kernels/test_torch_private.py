@@ -1,8 +1,11 @@
 """Private parts of torch: each does what it is used for with this version of torch, and no other file names one."""
 
 import ast
+import copy
 import datetime
 import pathlib
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import ClassVar
@@ -21,7 +24,6 @@ import spmd.kernels
 import spmd.mesh
 import spmd.transforms
 from spmd.kernels import torch_private
-from spmd.transforms import torch_private as of_transforms
 
 
 class Followed(torch.Tensor):
@@ -135,34 +137,34 @@ def saved() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
     for y, name in ((nn.functional.linear(x, w), "self"), (nn.functional.linear(x, w, torch.ones(4)), "mat1")):
         assert y.grad_fn.name() in ("MmBackward0", "AddmmBackward0")
-        assert torch.equal(of_transforms.saved(y.grad_fn, name), x)
-        itself = of_transforms.saves_itself(y.grad_fn, name)
+        assert torch.equal(torch_private.saved(y.grad_fn, name), x)
+        itself = torch_private.saves_itself(y.grad_fn, name)
         assert torch.equal(itself, x) if hasattr(torch._C._autograd.SavedTensor, "data") else itself is None
-        assert not of_transforms.scales(y.grad_fn)
+        assert not torch_private.scales(y.grad_fn)
 
 
 def packed() -> None:
     """The tensor of a layer whose activations are computed again is not taken."""
     w, b = torch.ones(4, 3, requires_grad=True), torch.ones(4, requires_grad=True)
     y = checkpoint(lambda x: nn.functional.linear(x, w, b), torch.ones(2, 3, requires_grad=True), use_reentrant=False)
-    assert of_transforms.saves_itself(y.grad_fn, "mat1") is None
+    assert torch_private.saves_itself(y.grad_fn, "mat1") is None
 
 
 def scales() -> None:
     w = torch.ones(3, 4, requires_grad=True)
-    assert of_transforms.scales(torch.addmm(torch.ones(4), torch.ones(2, 3), w, alpha=2).grad_fn)
+    assert torch_private.scales(torch.addmm(torch.ones(4), torch.ones(2, 3), w, alpha=2).grad_fn)
 
 
 def sums_up() -> None:
     x, mse = torch.ones(2, requires_grad=True), torch.nn.functional.mse_loss
-    assert of_transforms.sums_up(mse(x, torch.zeros(2), reduction="sum").grad_fn)
-    assert not of_transforms.sums_up(mse(x, torch.zeros(2)).grad_fn)
+    assert torch_private.sums_up(mse(x, torch.zeros(2), reduction="sum").grad_fn)
+    assert not torch_private.sums_up(mse(x, torch.zeros(2)).grad_fn)
 
 
 def order() -> None:
     x = torch.ones(1, requires_grad=True)
     first, second = x + 1, x * 2
-    assert of_transforms.order(first.grad_fn) < of_transforms.order(second.grad_fn)
+    assert torch_private.order(first.grad_fn) < torch_private.order(second.grad_fn)
 
 
 def in_backward() -> None:
@@ -189,9 +191,9 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x)
         handle = register(x, lambda _: None)
         assert torch_private.has_hooks(x)
-        assert of_transforms.hooks_gradient(x) == (register is torch.Tensor.register_hook)
+        assert torch_private.hooks_gradient(x) == (register is torch.Tensor.register_hook)
         handle.remove()
-        assert not torch_private.has_hooks(x) and not of_transforms.hooks_gradient(x)
+        assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
 
 
 def in_torch_func() -> None:
@@ -308,6 +310,78 @@ def copy_each() -> None:
     assert target.tolist() == [1, 1, 2, 2]
 
 
+def reduce_compiled() -> None:
+    def double(x):
+        return x * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True, dynamic=False)
+    made, (function, options) = torch_private.reduce_compiled(compiled)
+    assert function is double is torch_private.uncompiled(compiled)
+    assert (options["fullgraph"], options["dynamic"], options["backend"].__name__) == (True, False, "eager")
+    before = torch_private.graphs_compiled()
+    made(function, options)(torch.ones(2))
+    assert torch_private.graphs_compiled() == before + 1
+    assert torch_private.reduce_compiled(double) is None
+
+
+def compiled_parts() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module[0].compile(backend="eager")
+    parts = torch_private.compiled_parts(module)
+    assert [*parts] == ["0"] and torch_private.compiled_parts(copy.deepcopy(module)) == {}
+    again = torch_private.compile_parts(copy.deepcopy(module), parts)
+    assert [*torch_private.compiled_parts(again)] == ["0"]
+
+
+def custom_operators() -> None:
+    def twice(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(2 * x)
+
+    def shape(x: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    made = torch.library.custom_op("spmd_tests::twice", twice, mutates_args={"out"})
+    made.register_fake(shape)
+    assert torch_private.custom_operators()["spmd_tests::twice"] is made
+    assert torch_private.qualified_name(made) == "spmd_tests::twice" and torch_private.function_of(made) is twice
+    declared, registered = torch_private.declaration(made), torch_private.registered(made)
+    assert declared == {**declared, "schema": "(Tensor x, Tensor(a1!) out) -> ()", "mutates_args": ["out"]}
+    assert (registered["kernels"], registered["fake"], registered["vmap"]) == ({None: twice}, shape, None)
+    assert torch_private.names_of(torch.ops.spmd_tests.twice) == ("spmd_tests::twice", None)
+    assert torch_private.names_of(torch.ops.spmd_tests.twice.default) == ("spmd_tests::twice", "default")
+
+
+def is_exported() -> None:
+    exported = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+    assert torch_private.is_exported(exported) and torch_private.is_exported(exported.module())
+    assert not torch_private.is_exported(nn.Linear(2, 2))
+
+
+def fakes() -> None:
+    fakes = torch_private.FakeTensors()
+    weight = fakes.like(nn.Parameter(torch.ones(2, 3).t()))
+    assert (weight.shape, weight.stride()) == ((3, 2), (1, 3)) and isinstance(weight, nn.Parameter)
+    with fakes, torch_private.PretendedNumbers():
+        total = weight.sum()
+        assert torch_private.is_fake(total) and total.item() == 1.0
+    assert sys.modules["torch._subclasses.fake_tensor"].log.name == torch_private.FAKES_LOG
+
+
+def is_batch_of_gradients() -> None:
+    x, seen = torch.ones(2, requires_grad=True), []
+    x.register_hook(lambda gradient: seen.append(torch_private.is_batch_of_gradients(gradient)))
+    y = x * 2
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y.sum(), x)
+    assert seen == [True, False]
+
+
+def events() -> None:
+    assert torch_private.begin_event("ours", []) is None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        torch_private.end_event(torch_private.begin_event("ours", [torch.ones(2, 3)]))
+    assert [one.input_shapes for one in profile.events() if one.name == "ours"] == [[[2, 3]]]
+
+
 # Of what torch may move: what in this library depends on it.
 PARTS: dict[Callable[[], None], str] = {
     version: "finding inputs that a step changed, and captured tensors that changed",
@@ -339,6 +413,13 @@ PARTS: dict[Callable[[], None], str] = {
     gloo_options: "the backend gloo",
     coo_parts: "what memory a sparse result shows",
     copy_each: "buckets and flat parameters of many leaves",
+    reduce_compiled: "sending compiled functions to the ranks",
+    compiled_parts: "carrying module.compile() to the ranks",
+    custom_operators: "sending a program's own operators to the ranks",
+    is_exported: "refusing what torch.export made, which can't be sent",
+    fakes: "spmd.check, on tensors without values",
+    is_batch_of_gradients: "refusing collectives in gradients for many rows at once",
+    events: "events of collectives in torch's profiler",
 }
 
 
@@ -357,7 +438,7 @@ def test_private_parts_are_where_they_were(part: Callable[[], None]) -> None:
 def test_no_other_file_names_a_private_part_of_torch() -> None:
     packages = (spmd, spmd.kernels, spmd.mesh, spmd.transforms)
     files = {file for package in packages for file in pathlib.Path(package.__path__[0]).resolve().rglob("*.py")}
-    trees = {file: ast.parse(file.read_text()) for file in files if file.name != "torch_private.py"}
+    trees = {file: ast.parse(file.read_text()) for file in files if file.parent.name != "torch_private"}
     assert len(trees) > 100
     own = {name for tree in trees.values() for node in ast.walk(tree) for name in _defined(node)}
     found = [
@@ -366,9 +447,10 @@ def test_no_other_file_names_a_private_part_of_torch() -> None:
         for node in ast.walk(tree)
         for name in _foreign(node, own)
     ]
-    assert not found, "private names of others; those of torch belong in kernels/torch_private.py"
+    assert not found, "private names of others; those of torch belong in kernels/torch_private/"
 
 
+_PRIVATE = re.compile(r"torch(\.\w+)*\._\w+(\.\w+)*")
 PUBLIC = {"_exit", "_getframe", "_replace", "_asdict", "_fields", "_make", "_render_traceback_"}  # documented elsewhere
 PUBLIC |= {"_is_owned", "_release_save", "_acquire_restore", "_at_fork_reinit"}  # what Condition asks any lock for
 OF_TORCH = {
@@ -408,6 +490,8 @@ def _foreign(node: ast.AST, own: set[str]) -> list[str]:
         names += (
             ["_saved"] if isinstance(text, ast.JoinedStr) and ast.unparse(text).startswith(("f'_s", "f'_r")) else []
         )
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _PRIVATE.fullmatch(node.value):
+        names = node.value.split(".")  # as for sys.modules
     else:
         names = []
     hidden = [name for name in names if name.startswith("_") and not name.startswith(("__", "_spmd_"))]

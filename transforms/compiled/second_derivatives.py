@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels import torch_compiled
+from ...kernels import torch_private
 from ...kernels.errors import SpecError
 from .._call import Call
 from ..first_call.samples import nodes
@@ -20,7 +20,7 @@ _NODE = "CompiledFunctionBackwardBackward"  # the autograd node that differentia
 
 def check_differentiated_once(call: Call, value: Tensor) -> None:
     """Refuse a value that was computed from the gradient of a compiled function."""
-    graphs = torch_compiled.graphs()
+    graphs = torch_private.graphs_compiled()
     if not graphs:
         return
     region, key = call.region, None

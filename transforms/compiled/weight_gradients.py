@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from ...kernels import torch_compiled, torch_private
-from ..torch_private import Node
+from ...kernels import torch_private
+from ...kernels.torch_private import Node
 
 Fill = Callable[..., None]
 """`fill(left, right, borrowed=True)`: the graph reuses the factors' memory as soon as the call returns."""
@@ -54,8 +54,8 @@ _running = _Running()
 
 def prepare() -> None:
     """Rewrite all graphs that Inductor compiles from now on, in a program that has imported it."""
-    if torch_compiled.has_inductor():
-        torch_compiled.rewrite_graphs(_rewrite, _SOURCE)
+    if torch_private.has_inductor():
+        torch_private.rewrite_graphs(_rewrite, _SOURCE)
         _operator()
 
 

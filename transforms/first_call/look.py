@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
+from ...kernels.torch_private import hooks_gradient, saved
 from ...mesh.purity.captured import NOT_REENTRANT
 from ...mesh.rank.references import content_of
 from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .._mean_of import warn_of_weights
-from ..torch_private import hooks_gradient, saved
 from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
 from .samples import look_at_samples, nodes

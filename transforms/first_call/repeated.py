@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.torch_compiled import eagerly
-from ...kernels.torch_private import DispatchMode, arguments, operation_name
+from ...kernels.torch_private import DispatchMode, arguments, eagerly, operation_name
 from ...mesh import trees
 from ...mesh.rank.references import content_of
 from ...mesh.region import generators, restore_generators

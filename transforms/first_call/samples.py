@@ -15,13 +15,13 @@ from torch import Tensor
 from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
+from ...kernels.torch_private import Node, saved, sums_up
 from ...mesh import trees
 from ...mesh.put import as_tensor, number_or_tensor
 from ...mesh.replication.net import active, differs_over
 from .._arguments import Argument
 from .._auxiliary import Auxiliary
 from .._call import Call, Output
-from ..torch_private import Node, saved, sums_up
 from .parts import FEWEST, look_at_parts
 from .repeated import Repeated
 

@@ -1,7 +1,7 @@
-"""Functions compiled by `torch.compile`: taken apart into the function and the options, to be compiled again elsewhere.
+"""torch's compiler and what else records programs; functions made by `torch.compile`, taken apart and made again.
 
-A compiled function hides its options and can't be pickled. Nothing here imports torch's compiler, which takes seconds:
-if the program has not imported it, nothing is compiled.
+A compiled function hides its options and can't be pickled. Nothing here imports the compiler, which takes seconds: if
+the program has not imported it, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -9,21 +9,74 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from . import torch_private
+
+def has_compiler() -> bool:
+    """Whether this program has imported torch's compiler: if not, nothing is compiled. Public way: none."""
+    return "torch._dynamo.eval_frame" in sys.modules
 
 
-def original(function: Any) -> Any:
+def is_traced() -> bool:
+    """Whether the compiler traces the code that runs now, or a compiled function has called it as plain Python.
+
+    Public way: `is_dynamo_compiling`, which is true while tracing alone.
+    """
+    return torch.compiler.is_dynamo_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def untraced(function: Callable) -> Callable:
+    """The function; while `is_traced`, one that the compiler doesn't see, together with all that it calls."""
+    return torch.compiler.disable(function) if is_traced() else function
+
+
+def run_as_written(functions: Iterable[Any]) -> None:
+    """Have the compiler skip these and what they call. Public way: `torch.compiler.disable`, which imports it."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for function in functions:
+        set_code_exec_strategy(function.__code__, skip)
+
+
+def being_exported() -> bool:
+    """Whether `torch.export` is running.
+
+    Public way: `torch.compiler.is_exporting`, which is true in what `torch.compile` traces, too, until torch 2.12.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def being_recorded() -> bool:
+    """Whether `torch.export`, `make_fx` (`torch.func.linearize`) or `torch.jit.trace` records operations. Public way:
+    none.
+    """
+    records = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return records or torch._C._get_tracing_state() is not None or being_exported()
+
+
+def compiled_from(function: Any) -> Any:
+    """The function that `torch.compile` was given to make this one; None if it didn't make it.
+
+    A compiled function can't be pickled, so that function is sent. Public way: none; any decorator sets `__wrapped__`.
+    """
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """The compiled call that `module.compile()` made, and that copies lose; None without one. Public way: none."""
+    return module._compiled_call_impl
+
+
+def uncompiled(function: Any) -> Any:
     """The function from which `torch.compile` made this one; None if it didn't make it."""
     if not isinstance(function, types.FunctionType) or _context_of(function) is None:
         return None
-    found = torch_private.compiled_from(function)
+    found = compiled_from(function)
     wrapper = getattr(found, "__code__", None)
     if wrapper is not None and wrapper.co_filename.endswith("external_utils.py") and "fn" in wrapper.co_freevars:
         return found.__closure__[wrapper.co_freevars.index("fn")].cell_contents  # an object that can be called
@@ -31,29 +84,29 @@ def original(function: Any) -> Any:
 
 
 def _context_of(function: Any) -> Any:
-    if torch_private.compiled_from(function) is None:
+    if compiled_from(function) is None:
         return None
     for cell in function.__closure__ or ():
-        if is_context(cell.cell_contents):
+        if _is_context(cell.cell_contents):
             return cell.cell_contents
     return None
 
 
-def is_context(obj: Any) -> bool:
+def _is_context(obj: Any) -> bool:
     """Whether it is the object in which a module made by `torch.compile(module)` keeps its options."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and type(obj) is compiler.OptimizeContext
 
 
-def taken_apart(obj: Any) -> tuple[Callable, tuple] | None:
+def reduce_compiled(obj: Any) -> tuple[Callable, tuple] | None:
     """How another process makes this compiled function or context again, as for `__reduce__`; None for all else.
 
     Raises:
         TypeError: this version of torch keeps the options elsewhere.
     """
-    if is_context(obj):
+    if _is_context(obj):
         return _context, (_options(obj),)
-    function = original(obj)
+    function = uncompiled(obj)
     return None if function is None else (_compiled, (function, _options(_context_of(obj))))
 
 
@@ -63,7 +116,7 @@ def compiled_parts(module: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         TypeError: this version of torch keeps them elsewhere.
     """
-    calls = {name: torch_private.compiled_call(part) for name, part in module.named_modules()}
+    calls = {name: compiled_call(part) for name, part in module.named_modules()}
     return {name: _options(_context_of(call)) for name, call in calls.items() if call is not None}
 
 
@@ -81,7 +134,7 @@ def _options(context: Any) -> dict[str, Any]:
             fullgraph = any(type(one).__name__ == "ConvertFrameAssert" for one in wrappers)
         else:
             fullgraph = bool(context.fullgraph)
-        chosen = {"fullgraph": fullgraph, "dynamic": torch_private.dynamic_of(context)}
+        chosen = {"fullgraph": fullgraph, "dynamic": context._dynamic}
         if type(backend).__name__ == "_TorchCompileInductorWrapper":
             return {**chosen, "backend": "inductor", "options": dict(backend.config) or None}
         return {**chosen, "backend": backend.compiler_fn, **backend.kwargs}
@@ -121,7 +174,7 @@ def eagerly() -> Iterator[None]:
     For blocks under a mode of ours that sees every operation: the compiler would never compile a function that is
     first called under such a mode.
     """
-    if torch_private.has_compiler():
+    if has_compiler():
         with torch.compiler.set_stance("force_eager"):
             yield
         _draw_as_eager()
@@ -129,7 +182,7 @@ def eagerly() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch_private.has_compiler():  # the block has imported it, and it may have met functions
+        if has_compiler():  # the block has imported it, and it may have met functions
             torch.compiler.reset()
     _draw_as_eager()
 
@@ -143,7 +196,7 @@ def _draw_as_eager() -> None:
         sys.modules["torch._inductor.config"].fallback_random = True  # type: ignore[attr-defined]
 
 
-def graphs() -> int:
+def graphs_compiled() -> int:
     """How many graphs this program has compiled so far."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["stats"]["unique_graphs"]

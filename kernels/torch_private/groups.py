@@ -1,15 +1,29 @@
-"""The private parts of torch that process groups need: why, what was tried instead, and nothing else.
-
-Like `kernels/torch_private.py`, for what only this folder uses.
-"""
+"""Process groups of `torch.distributed`: options of Gloo, and events of the profiler."""
 
 from __future__ import annotations
 
+import datetime
 import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+def gloo_options(timeout: float, hostname: str) -> Any:
+    """Options of a Gloo group that listens at an address of our choice. Public way: `init_process_group`, which makes
+    the user's default group and takes the address from the environment.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = datetime.timedelta(seconds=timeout)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+    return options
+
+
+def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
+    """Set a Gloo group's timeout. Public way: `group.set_timeout`, which torch 2.8 lacks."""
+    (getattr(group, "set_timeout", None) or group._set_default_timeout)(timeout)
 
 
 def begin_event(name: str, tensors: list[Tensor]) -> list[Any] | None:
@@ -32,17 +46,3 @@ def end_event(event: list[Any]) -> None:
     thread = threading.Thread(target=event.clear)  # it ends in the thread that drops the last reference to it
     thread.start()
     thread.join()
-
-
-def laid_out(dtensor: Any) -> tuple[type, Any]:
-    """How a `DTensor` is laid out, for `with_layout`."""
-    return type(dtensor), dtensor._spec
-
-
-def with_layout(local: Tensor, layout: tuple[type, Any]) -> Any:
-    """A `DTensor` without a history that is laid out as another one, from this rank's shard.
-
-    Public way: `DTensor.from_local`, whose step on the tape and checks cost more than a small operation.
-    """
-    made, spec = layout
-    return made(local, spec, requires_grad=False)

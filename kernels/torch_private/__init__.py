@@ -1,0 +1,80 @@
+"""Every private part of torch that this library uses, with the reason and what was tried instead, and nothing else.
+
+A version of torch may move or drop any of them without notice. So no other file of the library names one, and if a
+new version moves one, `tests/kernels/test_torch_private.py` says in words which one, and what depends on it.
+Invariant: each entry says what it is for, and which public way was tried.
+"""
+
+from .compiler import being_exported as being_exported
+from .compiler import being_recorded as being_recorded
+from .compiler import compile_parts as compile_parts
+from .compiler import compiled_call as compiled_call
+from .compiler import compiled_from as compiled_from
+from .compiler import compiled_parts as compiled_parts
+from .compiler import eagerly as eagerly
+from .compiler import graphs_compiled as graphs_compiled
+from .compiler import has_compiler as has_compiler
+from .compiler import has_inductor as has_inductor
+from .compiler import is_traced as is_traced
+from .compiler import reduce_compiled as reduce_compiled
+from .compiler import rewrite_graphs as rewrite_graphs
+from .compiler import run_as_written as run_as_written
+from .compiler import uncompiled as uncompiled
+from .compiler import untraced as untraced
+from .groups import begin_event as begin_event
+from .groups import end_event as end_event
+from .groups import gloo_options as gloo_options
+from .groups import set_timeout as set_timeout
+from .modules import buffers as buffers
+from .modules import children as children
+from .modules import clipping_functions as clipping_functions
+from .modules import inject_parametrizations as inject_parametrizations
+from .modules import is_exported as is_exported
+from .modules import parameters as parameters
+from .modules import tree_nodes as tree_nodes
+from .operators import ALL as ALL
+from .operators import FAKES_LOG as FAKES_LOG
+from .operators import ITEM as ITEM
+from .operators import CustomOperator as CustomOperator
+from .operators import DispatchMode as DispatchMode
+from .operators import FakeTensors as FakeTensors
+from .operators import Namespace as Namespace
+from .operators import Overload as Overload
+from .operators import Packet as Packet
+from .operators import PretendedNumbers as PretendedNumbers
+from .operators import arguments as arguments
+from .operators import custom_operators as custom_operators
+from .operators import declaration as declaration
+from .operators import function_of as function_of
+from .operators import is_fake as is_fake
+from .operators import names_of as names_of
+from .operators import operation_name as operation_name
+from .operators import qualified_name as qualified_name
+from .operators import registered as registered
+from .operators import set_function as set_function
+from .tape import Node as Node
+from .tape import backward_keeps_tape as backward_keeps_tape
+from .tape import has_hooks as has_hooks
+from .tape import has_step_hooks as has_step_hooks
+from .tape import hooks_gradient as hooks_gradient
+from .tape import hooks_made as hooks_made
+from .tape import in_backward as in_backward
+from .tape import in_torch_func as in_torch_func
+from .tape import order as order
+from .tape import outside_torch_func as outside_torch_func
+from .tape import saved as saved
+from .tape import saves_itself as saves_itself
+from .tape import scales as scales
+from .tape import sums_up as sums_up
+from .tensors import base as base
+from .tensors import below_subclasses as below_subclasses
+from .tensors import coo_parts as coo_parts
+from .tensors import copy_each as copy_each
+from .tensors import is_batch_of_gradients as is_batch_of_gradients
+from .tensors import keep_storage_apart as keep_storage_apart
+from .tensors import laid_out as laid_out
+from .tensors import storage as storage
+from .tensors import version as version
+from .tensors import versions as versions
+from .tensors import with_layout as with_layout
+from .tensors import without_torch_function as without_torch_function

@@ -1,0 +1,163 @@
+"""Operators: their schemas, those that a program defines, and modes that see every one that runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .compiler import run_as_written
+
+# What `torch.ops`, `torch.ops.aten`, `torch.ops.aten.add` and `torch.ops.aten.add.Tensor` are. Public way: `type(...)`.
+ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverload
+CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
+# The operator that `item` and `bool` of a tensor call. Public way: none, it has no other name.
+ITEM = torch.ops.aten._local_scalar_dense
+# The logger to which fake tensors write the errors that they raise, too. Public way: none, loggers go by name.
+FAKES_LOG = "torch._subclasses.fake_tensor"
+
+
+def arguments(operation: Any) -> list[Any]:
+    """The arguments of an operator's schema, in order, each with `name`, `kwarg_only` and `alias_info`.
+
+    Only these say which arguments it writes to. Public way: none; names that end in "_" or have "out" miss some.
+    """
+    return operation._schema.arguments
+
+
+def operation_name(operation: Any) -> tuple[str, str]:
+    """An operator's name without its namespace, and its overload's. Public way: to parse `str(operation)`."""
+    return operation._schema.name.partition("::")[2], operation._overloadname
+
+
+class DispatchMode(TorchDispatchMode):
+    """Gets every operation below autograd, of forward and backward passes, in `operation`.
+
+    Public way: none; `TorchFunctionMode` misses backward passes. Torch's own way to keep its compiler out of such a
+    mode imports it at the first operation (half a second on every rank); `run_as_written` imports nothing. Below a mode
+    torch overlooks lazy conjugates of its own making (in `linalg.pinv` of complex numbers), and reads tangents of
+    constants, which have no memory (in `torch.add(x, y, alpha=2)`): here both are resolved.
+    An operator that takes functions (`torch.cond`, `flex_attention`) goes to `with_functions`; what they do is unseen.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            return self.with_functions(func, args, kwargs or {})
+        keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+        excluded = excluded.remove(keys.Conjugate).remove(keys.Negative).remove(keys.ZeroTensor)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+
+    def with_functions(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+run_as_written([DispatchMode.__torch_dispatch__])
+
+
+class FakeTensors(FakeTensorMode):
+    """Inside this mode, torch makes and computes with tensors that have shapes and devices but no values. Public way:
+    the meta device, on which tensors that a function makes for itself don't land.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        with self:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def like(self, tensor: Tensor) -> Tensor:
+        with self:
+            fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+class PretendedNumbers(TorchDispatchMode):
+    """Inside this mode, `item()` of a fake tensor is 1. Public way: none; torch raises an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ITEM.default and is_fake(args[0]):
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
+        return func(*args, **(kwargs or {}))
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values. Public way: none; `data_ptr()` raises."""
+    return isinstance(tensor, FakeTensor)
+
+
+def custom_operators() -> dict[str, Any]:
+    """What `torch.library.custom_op` has made in this process, by name. Public way: none."""
+    return dict(OPDEFS)
+
+
+def names_of(operator: Any) -> tuple[str, str | None]:
+    """An operator's name, such as "aten::add", and its overload's; None if it stands for all overloads.
+
+    Public way: parsing `str(operator)`.
+    """
+    if isinstance(operator, Packet):
+        return operator._qualified_op_name, None
+    return operator._schema.name, operator._overloadname
+
+
+def qualified_name(made: Any) -> str:
+    return made._qualname
+
+
+def function_of(made: Any) -> Callable:
+    """The function of a custom operator. Public way: none."""
+    return made._init_fn
+
+
+def declaration(made: Any) -> dict[str, Any]:
+    """The arguments, besides its function, with which `torch.library.custom_op` makes such an operator."""
+    signature = arguments(made._opoverload)
+    written = [one.name for one in signature if one.alias_info is not None and one.alias_info.is_write]
+    devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
+    given = {"name": made._qualname, "schema": made._schema, "mutates_args": written, "device_types": devices}
+    return {**given, "tags": tuple(made._tags)}
+
+
+def registered(made: Any) -> dict[str, Any]:
+    """Everything that was registered for a custom operator. Public way: none."""
+    if hasattr(made, "_autocast_dtype"):
+        autocast = dict(made._autocast_dtype)
+    else:  # torch 2.8
+        autocast = {"cuda": made._autocast_cuda_dtype, "cpu": made._autocast_cpu_dtype}
+    return {
+        "function": made._init_fn,
+        # Torch wraps each kernel in a function that can switch it off.
+        "kernels": {
+            device: inspect.getclosurevars(inspect.unwrap(kernel)).nonlocals["fn"]
+            for device, kernel in made._backend_fns.items()
+        },
+        "fake": made._abstract_fn,
+        "autograd": (made._backward_fn, made._setup_context_fn),
+        "vmap": made._vmap_fn,
+        "autocast": {device: dtype for device, dtype in autocast.items() if dtype is not None},
+        "torch_dispatch": dict(made._torch_dispatch_fns),
+    }
+
+
+def set_function(made: Any, function: Callable) -> None:
+    """Replace the function of a custom operator."""
+    made._init_fn = function
