@@ -58,8 +58,7 @@ def function_of(made: Any) -> Callable:
 
 def declaration(made: Any) -> dict[str, Any]:
     """The arguments, besides its function, with which `torch.library.custom_op` makes such an operator."""
-    signature = arguments(made._opoverload)
-    written = [one.name for one in signature if one.alias_info is not None and one.alias_info.is_write]
+    written = [one.name for one in arguments(made._opoverload) if one.is_written]
     devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
     given = {"name": made._qualname, "schema": made._schema, "mutates_args": written, "device_types": devices}
     return {**given, "tags": tuple(made._tags)}
