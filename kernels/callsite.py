@@ -31,15 +31,19 @@ def is_our_file(name: str) -> bool:
 
 def is_ours(frame: FrameType) -> bool:
     """Whether a frame runs this library (or one that it uses) rather than the user's code."""
-    name = frame.f_globals.get("__name__") or ""
-    return name.partition(".")[0] in _LIBRARY
+    return _is_library(frame.f_globals.get("__name__") or "")
+
+
+@functools.cache  # asked of each frame below each operation of a first call
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARY
 
 
 def _nearest() -> tuple[FrameType, int]:
     """The nearest caller outside this library, and the `stacklevel` with which our caller would warn there."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and is_ours(frame):
-        level, frame = level + 1, frame.f_back
+    while (above := frame.f_back) is not None and _is_library(frame.f_globals.get("__name__") or ""):
+        level, frame = level + 1, above
     return frame, level
 
 
@@ -146,4 +150,7 @@ def warn(problem: str, *, got: object = None, expected: object = None, where: st
 def user_line() -> str:
     """`train.py:12`: file and line of the nearest caller outside this library; its folder is left out."""
     frame, _ = _nearest()
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{_base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_base_name = functools.cache(os.path.basename)

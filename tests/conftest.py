@@ -28,9 +28,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The slowest files, in order. Workers begin with them (see the Makefile), so that none is left for the end.
 LONG = (
-    "nodes notebooks same_bits compile launchers readme survival processes launch scripts attacks bench hierarchical "
-    "stuck examples verify checkpoint cuda_kernels failures fingerprint mismatch communicator doctor mpi restore "
-    "launched interrupts chaos secrets"
+    "nodes notebooks compile same_bits launchers optimizer_mesh scripts readme hosts fingerprint torch_distributed "
+    "bench communicator survival operators launch processes optimizer_recipes mismatch verify cuda_kernels "
+    "data_parallel attacks mpi examples resize wire large_all_reduce launched factors hierarchical layout failures "
+    "collectives stuck doctor virtual_shards bucket replicated_values replication nccl sampler restore "
+    "chaos interrupts secrets"
 )
 
 

@@ -4,11 +4,13 @@
 
 For tests of what ranks do once they have been launched; a process that imports torch anew costs more than most of them.
 Ends as `spmd run` does, with the status of the rank that failed first. The ranks are the whole job, unless SPMD_SIZE
-and SPMD_INIT_METHOD name a larger one; then SPMD_RANK is the first of them.
+and SPMD_INIT_METHOD name a larger one; then SPMD_RANK is the first of them. FORKED_WITH names the modules that they
+need (torch's compiler is one), which are then imported once for all.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import shutil
@@ -50,7 +52,8 @@ def await_all(ranks: set[int]) -> int:
 
 def main() -> None:
     count, program, *arguments = sys.argv[1:]
-    import spmd  # noqa: F401
+    for name in os.environ.get("FORKED_WITH", "spmd").split():
+        importlib.import_module(name)
 
     folder, ranks = tempfile.mkdtemp(), set[int]()
     for rank in range(int(count)):

@@ -8,6 +8,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fork_server import shared_server
+from internals import host_popen
+
 
 class Changed:
     """A launcher whose hosts are processes of this machine, and run something else.
@@ -25,7 +28,8 @@ class Changed:
     def start(self, name: str, command: Sequence[str], stdin: bytes) -> subprocess.Popen:
         command = self._change(name, command, self.started)
         self.started.append(name)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        begin = host_popen(shared_server().run)
+        process: subprocess.Popen = begin(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(stdin)

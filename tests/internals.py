@@ -32,17 +32,22 @@ def no_own_folders() -> None:
     secret.own_folders = lambda **_: []
 
 
+def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
+
+    def popen(command: Sequence[str], **options: Any) -> Any:
+        python = [one for one in command[2:] if one != "-B"]  # behind env with a variable, or ssh; -B changes nothing
+        forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
+        return run(python, **options) if forked else subprocess.Popen(command, **options)
+
+    return popen
+
+
 def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
     """Start the Python processes of pretended hosts with `run`, which is called like `subprocess.Popen`."""
     from spmd.mesh.hosts import launchers
 
-    def popen(command: Sequence[str], **options: Any) -> Any:
-        _, _, *python = command  # env with a variable, or ssh
-        python = [one for one in python if one != "-B"]  # which changes nothing in a fork
-        forked = python[0] == sys.executable and python[1] in ("-c", "-m")  # else it has options that a fork can't have
-        return run(python, **options) if forked else subprocess.Popen(command, **options)
-
-    names = {**vars(subprocess), "Popen": popen}
+    names = {**vars(subprocess), "Popen": host_popen(run)}
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
 
 

@@ -113,6 +113,7 @@ class Run:
         dtype: str = "float32",
         shard: bool = False,
         donate: bool = False,
+        check: str = "first",
         **hyper: Any,
     ):
         torch.manual_seed(0)
@@ -130,7 +131,7 @@ class Run:
             right = (logits.argmax(1) == batch["y"]).float().mean()
             return F.cross_entropy(logits.float(), batch["y"]), (new, right)
 
-        @spmd(mesh=mesh, donate=("params", "buffers", "state") if donate else ())
+        @spmd(mesh=mesh, donate=("params", "buffers", "state") if donate else (), check=check)
         @data_parallel(shards=shards)
         def step(params: Any, buffers: Any, state: Any, batch: Any) -> Any:
             (loss, (buffers, right)), grads = value_and_grad(loss_of, has_aux=True)(params, buffers, batch)

@@ -35,6 +35,7 @@ from .modules import tree_nodes as tree_nodes
 from .operators import ALL as ALL
 from .operators import FAKES_LOG as FAKES_LOG
 from .operators import ITEM as ITEM
+from .operators import Argument as Argument
 from .operators import CustomOperator as CustomOperator
 from .operators import DispatchMode as DispatchMode
 from .operators import FakeTensors as FakeTensors

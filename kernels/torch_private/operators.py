@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,14 +26,17 @@ ITEM = torch.ops.aten._local_scalar_dense
 FAKES_LOG = "torch._subclasses.fake_tensor"
 
 
-def arguments(operation: Any) -> list[Any]:
-    """The arguments of an operator's schema, in order, each with `name`, `kwarg_only` and `alias_info`.
-
-    Only these say which arguments it writes to. Public way: none; names that end in "_" or have "out" miss some.
-    """
-    return operation._schema.arguments
+Argument = namedtuple("Argument", "name kwarg_only is_written default_value")
 
 
+@functools.cache  # torch makes new objects of a schema at each look
+def arguments(operation: Any) -> tuple[Argument, ...]:
+    """An operator's arguments, in order. Public way: none; names in "_" or with "out" miss some that it writes to."""
+    found = [(one, one.alias_info) for one in operation._schema.arguments]
+    return tuple(Argument(x.name, x.kwarg_only, bool(way and way.is_write), x.default_value) for x, way in found)
+
+
+@functools.cache
 def operation_name(operation: Any) -> tuple[str, str]:
     """An operator's name without its namespace, and its overload's. Public way: to parse `str(operation)`."""
     return operation._schema.name.partition("::")[2], operation._overloadname
@@ -56,8 +61,7 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, torch._ops.OpOverload):
             return self.with_functions(func, args, kwargs or {})
-        keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
-        excluded = excluded.remove(keys.Conjugate).remove(keys.Negative).remove(keys.ZeroTensor)
+        excluded = torch._C._dispatch_tls_local_exclude_set() - _RESOLVED
         with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
             return self.operation(func, args, kwargs or {})
 
@@ -68,6 +72,8 @@ class DispatchMode(TorchDispatchMode):
 
 
 run_as_written([DispatchMode.__torch_dispatch__])
+_RESOLVED = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+_RESOLVED = _RESOLVED.add(torch._C.DispatchKey.Negative).add(torch._C.DispatchKey.ZeroTensor)
 
 
 class FakeTensors(FakeTensorMode):
@@ -130,8 +136,7 @@ def function_of(made: Any) -> Callable:
 
 def declaration(made: Any) -> dict[str, Any]:
     """The arguments, besides its function, with which `torch.library.custom_op` makes such an operator."""
-    signature = arguments(made._opoverload)
-    written = [one.name for one in signature if one.alias_info is not None and one.alias_info.is_write]
+    written = [one.name for one in arguments(made._opoverload) if one.is_written]
     devices = None if None in made._backend_fns else tuple(made._backend_fns)  # None: one kernel for all
     given = {"name": made._qualname, "schema": made._schema, "mutates_args": written, "device_types": devices}
     return {**given, "tags": tuple(made._tags)}

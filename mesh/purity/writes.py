@@ -9,6 +9,7 @@ Invariant: writes that overlap no watched memory, and the library's own writes, 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -74,15 +75,20 @@ class Watched:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
     """The arguments that an operation of torch writes to, with their names."""
-    name = operation_name(func)[0]
-    if name == "record_stream":  # declared as a write, but only keeps memory from being reused
-        return []
-    is_training = name in _BATCH_NORMS and args[5]
-    return [
-        (one.name, args[index] if index < len(args) else kwargs.get(one.name))
-        for index, one in enumerate(arguments(func))
-        if (one.alias_info is not None and one.alias_info.is_write) or (is_training and index in (3, 4))
-    ]
+    places, statistics = _written_places(func)
+    if statistics and args[5]:  # in training
+        places = [*places, *statistics]
+    return [(name, args[index] if index < len(args) else kwargs.get(name)) for index, name in places]
+
+
+@functools.cache
+def _written_places(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Which arguments an operation writes to, and which it writes to in training besides."""
+    operation, given = operation_name(func)[0], [*enumerate(arguments(func))]
+    if operation == "record_stream":  # declared as a write, but only keeps memory from being reused
+        return [], []
+    written = [(index, one.name) for index, one in given if one.is_written]
+    return written, [(index, one.name) for index, one in given[3:5] if operation in _BATCH_NORMS]
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int] | None:

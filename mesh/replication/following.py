@@ -9,10 +9,11 @@ torch, as by `.item()`, is lost; comparing values may find that.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.call import word_key
 from ...kernels.torch_private import (
+    Argument,
     DispatchMode,
     arguments,
     eagerly,
@@ -94,14 +96,31 @@ class _Operations(DispatchMode):
         return result
 
 
+class _Operator(NamedTuple):
+    """What is known of an operator, whatever it is given."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    overwrites: bool
+    shapes_only: bool
+    by_index: bool
+    seeded: bool
+
+
+@functools.cache
+def _operator(func: Any) -> _Operator:
+    name, overload = operation_name(func)
+    overwrites, by_index = name in _OVERWRITES or overload.endswith("out"), name.startswith(("_foreach_", "_fused_"))
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    return _Operator(name, arguments(func), overwrites, name in _SHAPES_ONLY, by_index, seeded)
+
+
 class _Join:
     """One operation: what it read and wrote, found before it runs."""
 
     def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
         self._net, self._call = net, (func, args, kwargs)
-        self._name, overload = operation_name(func)
-        self._by_index = self._name.startswith(("_foreach_", "_fused_"))
-        overwrites = self._name in _OVERWRITES or overload.endswith("out")
+        self._operator = operator = _operator(func)
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
         self.written: list[Any] = []
         self.changed: list[Any] = []  # those of them that really change
@@ -113,29 +132,28 @@ class _Join:
             self.written.append(value)
             if not _only_scales(name, kwargs):
                 self.changed.append(value)
-        for index, argument in enumerate(arguments(func)):
+        for index, argument in enumerate(operator.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if not isinstance(value, Tensor | list | tuple):
-                continue
-            self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
-            if overwrites and argument.name in written:
-                continue
             if isinstance(value, Tensor):
-                self.reads.append((net.of(value), None))
-            else:
-                each = [joined(net.of(tensor) for tensor in tensors_in(item)) for item in value]
-                self.reads.append((joined(each), each))
-        self._overwrites = overwrites
-        shapes_only = self._name in _SHAPES_ONLY
-        self._all = NOWHERE if shapes_only else joined(whole for whole, _ in self.reads)
-        if len({varying.row for varying, each in self.reads if varying.origins and each is None} - {None}) > 1:
-            self._all = self._all._replace(statistic=f"{self._name} at {self._all.line}")
-        if _draws(func, args, kwargs):
+                self._inputs[_key(value)] = version(value)
+                if not (operator.overwrites and argument.name in written):
+                    self.reads.append((net.of(value), None))
+            elif isinstance(value, list | tuple):
+                self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
+                if not (operator.overwrites and argument.name in written):
+                    each = [_of_each(net, item) for item in value]
+                    self.reads.append((joined(each), each))
+        self._all = NOWHERE if operator.shapes_only else joined([whole for whole, _ in self.reads])
+        if self._all.origins:
+            rows = {varying.row for varying, each in self.reads if varying.origins and each is None}
+            if len(rows - {None}) > 1:
+                self._all = self._all._replace(statistic=f"{operator.name} at {self._all.line}")
+        if operator.seeded and _draws(func, args, kwargs):
             self._all = joined([self._all, _of_random_numbers(net)])
 
     def _at(self, index: int, count: int) -> Varying:
         """How entry `index` of a list of `count` results varies."""
-        if not self._by_index or self._all is NOWHERE:
+        if not self._operator.by_index or self._all is NOWHERE:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
@@ -144,17 +162,17 @@ class _Join:
         return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
 
     def settle(self, result: Any) -> None:
-        net = self._net
+        net, name, overwrites = self._net, self._operator.name, self._operator.overwrites
         for value in self.written:
             items = list(value) if isinstance(value, list | tuple) else [value]
             for index, item in enumerate(items):
                 for tensor in tensors_in(item):
                     varying = self._at(index, len(items)) if isinstance(value, list | tuple) else self._all
                     if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
-                        varying = varying._replace(statistic=f"{self._name} at {varying.line}")
-                    if self._overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
+                        varying = varying._replace(statistic=f"{name} at {varying.line}")
+                    if overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
                         net.made(tensor, varying)
-                    elif varying.origins or not self._overwrites:
+                    elif varying.origins or not overwrites:
                         net.written(tensor, varying)
         changed = {id(tensor) for value in self.written for tensor in tensors_in(value)}
         outputs = list(result) if isinstance(result, list | tuple) else [result]
@@ -165,19 +183,25 @@ class _Join:
                 varying = self._at(index, len(outputs))
                 if net.samples > 1 and varying.origins and varying.row is None:
                     if self._joins_samples(index, tensor):
-                        varying = varying._replace(statistic=f"{self._name} at {varying.line}")
-                    else:
-                        varying = varying._replace(row=sample_of(*self._call, net.samples, index))
+                        varying = varying._replace(statistic=f"{name} at {varying.line}")
+                    elif (row := sample_of(*self._call, net.samples, index)) is not None:
+                        varying = varying._replace(row=row)
                     if chooses(*self._call):
-                        varying = varying._replace(chosen=f"{self._name} at {varying.line}")
+                        varying = varying._replace(chosen=f"{name} at {varying.line}")
                     elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
                         varying = varying._replace(chosen="")
-                if _key(tensor) in self._inputs:
-                    net.view(tensor, varying, self._inputs[_key(tensor)])
+                key = _key(tensor)
+                if key in self._inputs:
+                    net.view(tensor, varying, self._inputs[key])
                 else:
                     net.made(tensor, varying)
                 if net.samples > 1 and varying.origins and not index:
                     note_average(net, *self._call, varying.line, tensor)
+
+
+def _of_each(net: Net, item: Any) -> Varying:
+    """How an entry of a list among an operation's arguments varies."""
+    return net.of(item) if isinstance(item, Tensor) else joined(net.of(tensor) for tensor in tensors_in(item))
 
 
 def _only_scales(argument: str, kwargs: dict) -> bool:
@@ -191,7 +215,7 @@ def _key(tensor: Tensor) -> int:
 
 def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
-    return torch.Tag.nondeterministic_seeded in func.tags and not any(
+    return _operator(func).seeded and not any(
         (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
         or (name in ("train", "training") and not value)
         for name, value in _arguments_of(func, args, kwargs)

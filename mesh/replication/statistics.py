@@ -6,6 +6,7 @@ statistic of the whole batch. Invariant: a result with a row for each sample, co
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,12 +64,17 @@ def joins_samples(
 
 def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the values of its inputs say how many rows an operation's result has: `x[x > 0]`, `nonzero`, `unique`."""
-    if torch.Tag.dynamic_output_shape not in func.tags:
+    if not _may_choose(func):
         return False
     if operation_name(func)[0] != "index":
         return True
     first = args[1][0]  # the index of the samples' dimension, which may be of booleans or of numbers
     return isinstance(first, Tensor) and first.dtype in _MASKS
+
+
+@functools.cache
+def _may_choose(func: Any) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:
@@ -91,14 +97,15 @@ def note_average(net: Any, func: Any, args: tuple, kwargs: dict, line: str, resu
 
     What is multiplied may be a sum, by the number of samples, and isn't noted.
     """
-    name, _ = operation_name(func)
-    given = args[0] if args else None
+    given, name = args[0] if args else None, operation_name(func)[0]
     if not isinstance(given, Tensor) or given.is_nested or not isinstance(result, Tensor) or result.is_nested:
         return
     if name in _KEEP_MEANS:
         which = args[:1] if name == "div" else args[:2]
         text = next(filter(None, (average(net, each) for each in which)), "")
     else:
+        if name != "mean" and name not in _LOSSES:
+            return
         options = {argument.name: at for at, argument in enumerate(arguments(func))}
         at = options.get("reduction", len(args))
         reduction = args[at] if at < len(args) else kwargs.get("reduction", 1)

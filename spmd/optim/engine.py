@@ -323,9 +323,12 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """The class without the wrappers that tell torch's compiler to leave these methods alone.
 
     At their first call they import that compiler: a second and 100 MB, on every rank, for nothing. The other things
-    that they do, switching gradients off and calling hooks, the engine does itself or does not need.
+    that they do, switching gradients off and calling hooks, the engine does itself or does not need. What a program has
+    derived from such a class finds the methods without wrappers behind its own.
     """
-    if not cls.__module__.startswith("torch.optim"):
-        return cls
-    plain = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "step")}
-    return type(cls.__name__, (cls,), {**plain, "__module__": cls.__module__})
+    base = next(one for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
+    plain = {name: inspect.unwrap(getattr(base, name)) for name in ("add_param_group", "step")}
+    light = type(base.__name__, (base,), {**plain, "__module__": base.__module__})
+    if base is cls or any("__init_subclass__" in vars(one) for one in cls.__mro__[:-1]):
+        return light if base is cls else cls  # a program may list the classes that are derived from its own
+    return type(cls.__name__, (cls, light), {"__module__": cls.__module__})

@@ -282,15 +282,15 @@ def test_sizes(mesh: Mesh, size: int) -> None:
 # -- asynchronous operations -------------------------------------------------------------------------------------------
 
 
-def thousand_outstanding(mesh: Mesh) -> tuple[list[float], list[float], bool, bool]:
+def many_outstanding(mesh: Mesh, count: int) -> tuple[list[float], list[float], bool, bool]:
     comm = mesh.comm()
-    tensors = [torch.tensor([float(comm.rank), i]) for i in range(500)]
+    tensors = [torch.tensor([float(comm.rank), i]) for i in range(count)]
     works = []
     results = []
     for i, tensor in enumerate(tensors):
         works.append(comm.all_reduce(tensor, async_op=True))
         results.append(comm.all_reduced(torch.tensor(float(i + comm.rank)), "max", async_op=True))
-    order = np.random.default_rng(comm.rank).permutation(500)  # another on each rank
+    order = np.random.default_rng(comm.rank).permutation(count)  # another on each rank
     for i in order:
         results[i].wait()
     for i in order:
@@ -303,11 +303,12 @@ def thousand_outstanding(mesh: Mesh) -> tuple[list[float], list[float], bool, bo
     )
 
 
-def test_thousand_outstanding(mesh: Mesh, size: int) -> None:
-    ranks = sum(range(size))
-    for sums, maxima, completed, nothing in mesh.run(thousand_outstanding, mesh):
-        assert sums == [ranks + i * size for i in range(500)]
-        assert maxima == [i + size - 1 for i in range(500)]
+def test_many_outstanding(mesh: Mesh, size: int, backend: str) -> None:
+    """A thousand operations; over Gloo, which is slow at it, so many between two ranks only."""
+    ranks, count = sum(range(size)), 100 if backend == "gloo" and size > 2 else 500
+    for sums, maxima, completed, nothing in mesh.run(many_outstanding, mesh, count):
+        assert sums == [ranks + i * size for i in range(count)]
+        assert maxima == [i + size - 1 for i in range(count)]
         assert completed
         assert nothing
 

@@ -98,7 +98,7 @@ def without_torch_function() -> None:
 def arguments() -> None:
     found = torch_private.arguments(torch.ops.aten.add.out)
     assert [one.name for one in found] == ["self", "other", "alpha", "out"]
-    assert [one.alias_info is not None and one.alias_info.is_write for one in found] == [False, False, False, True]
+    assert [one.is_written for one in found] == [False, False, False, True]
     assert [one.kwarg_only for one in found] == [False, False, True, True]
 
 

@@ -273,7 +273,8 @@ print("equal")
 
 @pytest.mark.parametrize("programs", [2, pytest.param(len(PROGRAMS), marks=pytest.mark.long)])
 def test_as_in_eager_on_launched_ranks(tmp_path, programs):
-    code, out, err = launched(2, script(tmp_path, LAUNCHED), __file__.rpartition("/")[0], str(programs))
+    arguments, imported = (__file__.rpartition("/")[0], str(programs)), {"FORKED_WITH": "torch._dynamo"}
+    code, out, err = launched(2, script(tmp_path, LAUNCHED), *arguments, env=imported)
     assert code == 0 and out.count("equal") == 2, err
 
 
@@ -344,14 +345,15 @@ def compiled_in_the_step(x):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.long), True])
-def test_what_was_compiled_runs_compiled(make_mesh, within):
+def test_what_was_compiled_runs_compiled(shared_mesh, within):
     """Though at the first call, which is followed operation by operation, it runs as the plain function."""
-    mesh = make_mesh({"data": 2})
+    mesh = shared_mesh({"data": 2})
+    before = mesh.run(compiled_by_counting)
     double = compiled_in_the_step if within else torch.compile(lambda x: x * 2, backend=counting)
     step = spmd.spmd(lambda x: psum(double(x), "data"), mesh=mesh)
     for _ in range(3):
         assert step(torch.ones(2)).full().tolist() == [4, 4]
-    assert all(mesh.run(compiled_by_counting))
+    assert all(now > then for now, then in zip(mesh.run(compiled_by_counting), before, strict=True))
 
 
 def counting(graph, inputs):
@@ -474,7 +476,7 @@ import torch.nn.functional as F
 from spmd import Mesh, spmd
 
 
-@spmd(mesh=Mesh({"data": 2}))
+@spmd(mesh=Mesh({"data": 1}))
 def step(x):
     return torch.cond(x.sum() > 0, lambda x: F.relu(x), lambda x: x + 1, (x,))
 

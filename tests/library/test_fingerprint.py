@@ -237,8 +237,15 @@ def test_random_numbers_of_whole_batches_go_on(make_mesh: Any, tmp_path: Path, p
         assert steps(mesh, state["w"], stop + 1, tmp_path / f"{stop}") == whole[stop + 1 :], (stop, ranks)
 
 
-@pytest.mark.parametrize("order", ["teacher first", "teacher last"])
-@pytest.mark.parametrize("placed", [(True, True), (False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("order", "placed"),
+    [
+        *((order, (both, both)) for order in ("teacher first", "teacher last") for both in (True, False)),
+        *(("teacher first", (True, False)), ("teacher last", (False, True))),
+        pytest.param("teacher last", (True, False), marks=pytest.mark.long),
+        pytest.param("teacher first", (False, True), marks=pytest.mark.long),
+    ],
+)
 def test_a_teacher_does_not_move_the_run(make_mesh: Any, tmp_path: Path, order: str, placed: tuple[bool, bool]) -> None:
     """Restored beside the run's own state, before it or after it: the run draws as if it had never stopped."""
 
@@ -373,8 +380,13 @@ def fail(one: Program, how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:this run goes on")  # another V, where the function is another
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("how", FAILING)
+@pytest.mark.parametrize(
+    ("how", "placed"),
+    [
+        *((how, True) for how in FAILING),
+        *(pytest.param(how, False, marks=[pytest.mark.long] * (how != "at the call")) for how in FAILING),
+    ],
+)
 def test_after_a_call_that_failed_it_goes_back(make_mesh: Any, tmp_path: Path, how: str, placed: bool) -> None:
     one = Program(make_mesh({"data": 2}, on_loss="raise"), tmp_path)
     values = [one.step(number) for number in range(4)]

@@ -269,7 +269,7 @@ import sys
 from spmd import Mesh
 
 look = lambda: (tuple(sys.flags), set(sys.warnoptions), sys._xoptions)
-for hosts in (None, "local:2x1"):
+for hosts in (None, "local:1x2"):
     with Mesh({"data": 2}, hosts=hosts) as mesh:
         print(mesh.run(look) == [look(), look()])
 """

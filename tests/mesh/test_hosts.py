@@ -20,6 +20,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from fork_server import shared_server
 from host_processes import Changed, arena_held_by, host_process
 from internals import ask_while_ranks_start, silent_hosts_are_lost_after
 from patience import HANGS, end_within, quick, running, until
@@ -204,11 +205,8 @@ def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
-    limits = {"a": "1000", "b": "40"}
-    few = Changed(
-        ["a:2", "b:8"],
-        lambda name, command, _: ["bash", "-c", 'ulimit -n $1; exec "${@:2}"', "-", limits[name], *command],
-    )
+    limited = ["bash", "-c", 'ulimit -n 40; exec "$@"', "-"]
+    few = Changed(["a:2", "b:8"], lambda name, command, _: command if name == "a" else [*limited, *command])
 
     def refused() -> int:
         with pytest.raises(MeshError, match=r"host b can't start ranks .*open files .*with a limit of 40"):
@@ -497,7 +495,7 @@ def test_ctrl_c_and_a_driver_that_goes_away(tmp_path: Path) -> None:
     ssh.write_text(SSH)
     ssh.chmod(0o700)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SPMD_INTERFACE": "127.0.0.1"}
-    driver = subprocess.Popen(
+    driver = shared_server().run(
         [sys.executable, "-c", DRIVER, str(tmp_path / "begun")],
         cwd=tmp_path,
         env=environ,
