@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import version, versions
+from ..kernels.torch_private import draw_as_eager, has_compiler, version, versions
 from . import donation, trees
 from .agreement import path_in
 from .ambient import Ambient
@@ -149,7 +149,7 @@ class CompiledCall:
         on_mesh, beside = iter(tensors), iter(others)
         return [next(on_mesh if leaf.kind == "array" else beside) for leaf in self._plan.leaves]
 
-    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check) -> Outcome:
+    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check, again: bool = False) -> Outcome:
         """Run the program on this rank.
 
         Args:
@@ -157,8 +157,8 @@ class CompiledCall:
             specs: of the leaves on the mesh.
             key: what its random numbers are made from.
             check: how thoroughly to check what should be the same on several ranks.
+            again: such a call has succeeded before, perhaps on ranks that these have replaced.
         """
-        session = self._session
         if specs != self._array_specs:
             self._inputs, self._array_specs = self._inputs_of(specs), specs
             own = [leaf.spec is None for leaf in self._plan.leaves]
@@ -167,19 +167,22 @@ class CompiledCall:
         entered = versions(tensors := [x for x in local if isinstance(x, torch.Tensor)])
         for tensor, count in zip(tensors, entered, strict=True):
             tensor._spmd_version = count  # type: ignore[attr-defined]  # what `mark` does, for all at once
-        net = _net_over(session, self._treedef, local) if check is Check.TYPES else None
+        net = _net_over(self._session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
         if first := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
-        copied = first and not session.launched
+            self._is_late = again and has_compiler()  # other ranks run compiled; what is checked runs in eager mode
+            first = not self._is_late
+            draw_as_eager()
+        copied = first and not self._session.launched
         captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
         given_objects = GivenObjects(local, self._treedef, self._whole, describe_path) if copied else None
         choices = self._new_choices(values) if self._has_values else []
-        watched = self._watched(local) if first or choices else None
+        watched = self._watched(local) if first or (choices and not (again and self._is_late)) else None
         if watched is not None:
             self._looked_at.clear()
         region = Region(
-            *(session, key, self._mesh, self._plan.batch),
+            *(self._session, key, self._mesh, self._plan.batch),
             pure=True,
             captured=self._captured.trainable,
             looked_at=self._looked_at,
@@ -193,11 +196,11 @@ class CompiledCall:
             self._check_unwritten(local, tensors, entered)
         if watched is not None:
             watched.compare()
-            for known, choice in choices:
-                known.add(choice)
+        for known, choice in choices:
+            known.add(choice)
         if first:
             self._check_updates(region, local, result)
-            self._captured.check(self._program.name, session.where())
+            self._captured.check(self._program.name, self._session.where())
             its = self._program.name, self._program.body
             if captured_state is not None:
                 captured_state.check(*its)

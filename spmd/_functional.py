@@ -123,8 +123,8 @@ class Apply:
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
         self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
-        self._idle: list[_Runner] = []
-        self._was_looked_at = False
+        # In another process there is one at once: to make it breaks a graph, if the first call is compiled.
+        self._was_looked_at, self._idle = False, [] if isinstance(origin, Origin) else [_Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
@@ -216,7 +216,7 @@ class Apply:
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(torch_private.compile_parts(duplicate(self.skeleton), self._compiled))
+            runner = _Runner(self.skeleton, self._compiled)
         compiling = torch.compiler.is_compiling()
         looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:
@@ -268,8 +268,8 @@ class _Runner:
     otherwise a cached activation would keep the graph of one call alive until the next.
     """
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
+        self.module = module = torch_private.compile_parts(duplicate(skeleton), compiled)
         self.params = _slots_of(module, torch_private.parameters, dict(module.named_parameters()))
         self.constants = dict(module.named_buffers())
         self.buffers = _slots_of(module, torch_private.buffers, self.constants)

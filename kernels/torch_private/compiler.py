@@ -177,17 +177,17 @@ def eagerly() -> Iterator[None]:
     if has_compiler():
         with torch.compiler.set_stance("force_eager"):
             yield
-        _draw_as_eager()
+        draw_as_eager()
         return
     try:
         yield
     finally:
         if has_compiler():  # the block has imported it, and it may have met functions
             torch.compiler.reset()
-    _draw_as_eager()
+    draw_as_eager()
 
 
-def _draw_as_eager() -> None:
+def draw_as_eager() -> None:
     """Have Inductor's graphs draw the random numbers that eager mode draws, and not numbers of their own.
 
     Else what a step draws would depend on whether its process has called it before, so a resumed run drew others.

@@ -95,6 +95,7 @@ class DriverCall:
                 out=results.number,
                 key=key,
                 check=int(asked),
+                again=not first,
                 arrays=names,
                 values=tuple(values) if plain else None,
             ),

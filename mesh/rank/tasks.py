@@ -27,7 +27,8 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
     call = state.compiled(task.call)
     tensors, specs = state.values.gather(task.arrays)
     others = state.read(packet) if task.values is None else task.values
-    outcome = call(call.together(tensors, others), specs, task.key, check=Check(task.check))
+    leaves, check = call.together(tensors, others), Check(task.check)
+    outcome = call(leaves, specs, task.key, check=check, again=task.again)
     state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints)

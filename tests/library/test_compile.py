@@ -1,5 +1,7 @@
 """`torch.compile` around what a step captures: the same as eager, or refused in words."""
 
+import os
+import signal
 import sys
 
 import cloudpickle
@@ -532,3 +534,37 @@ def test_parameters_in_branches_of_cond(shared_mesh):
         plain.step()
     for name, value in own.items():
         torch.testing.assert_close(found[name], value.detach())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_a_new_rank_computes_compiled_as_the_others_do(make_mesh, check):
+    """The first call of a signature is in eager mode: not that of a rank that joins when the others run compiled."""
+    mesh = make_mesh({"data": 2})
+    rounds = torch.compile(lambda x: x * 1, backend=lambda graph, inputs: lambda *args: [2 * graph(*args)[0]])
+    step = spmd.spmd(lambda x, flag: psum(rounds(x), "data") + len(flag), mesh=mesh, check=check)
+
+    def calls(*flags):
+        return [float(step(torch.ones(()), flag)) for flag in flags]
+
+    assert calls("", "", "a", "a", "", "a") == [2, 4, 3, 5, 4, 5]
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    assert calls("", "a", "", "b", "b") == [4, 5, 4, 3, 5]
+    if check != "never":
+        mesh.resize({"data": 3})
+        assert calls("", "a", "", "b") == [6, 7, 6, 7]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_new_rank_compiles_a_module_in_one_graph(make_mesh):
+    """On its first call, where other ranks have made a call in eager mode before they compiled."""
+    mesh = make_mesh({"data": 2})
+    apply, params = functional(torch.nn.Linear(3, 1))
+    loss = torch.compile(lambda p, x: apply(p, x).mean(), fullgraph=True, backend=counting)
+    step = spmd.spmd(lambda p, x: value_and_grad(loss)(p, x), mesh=mesh)
+    before = [step(params, torch.ones(2, 3)) for _ in range(2)]
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    value, grads = step(params, torch.ones(2, 3))
+    assert float(value) == float(before[0][0])
+    assert all(torch.equal(grads[name].full(), before[0][1][name].full()) for name in grads)
+    assert all(mesh.run(compiled_by_counting))
