@@ -201,7 +201,7 @@ def test_of_one_rank_whose_batch_is_in_virtual_shards(shared_mesh: Callable[...,
     mesh = shared_mesh({"data": 1})
     with pytest.raises(SpecError, match="returns a sum over its samples, and the mean over virtual shards of sums"):
         gradients(mesh, lambda params, batch: apply(params, batch).square().sum(), params, X, 2)
-    with pytest.raises(SpecError, match="aux of the function has a row for each sample"):
+    with pytest.raises(SpecError, match="aux of <lambda> has a row for each sample"):
         gradients(mesh, lambda params, batch: (apply(params, batch).mean(), 1 * batch), params, X, 2, has_aux=True)
     loss = gradients(mesh, lambda params, batch: apply(params, batch).square().sum(), params, X)[0]
     torch.testing.assert_close(loss.full(), apply(params, X).square().sum().detach())
