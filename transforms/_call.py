@@ -61,6 +61,11 @@ class Call:
     over: tuple[str, ...]
     nested: bool
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether the function runs once for each virtual shard, and not once on each rank."""
+        return self.plan.virtual is not None and self.plan.virtual.axis in self.over
+
     def evaluate(self, args: list[Any], kwargs: dict[str, Any], *, grad: bool = True) -> Output:
         """Call the function with `args` and `kwargs`, which stand for its own arguments."""
         with torch.set_grad_enabled(grad):

@@ -59,7 +59,7 @@ def grad(f: Callable, argnums: int | tuple[int, ...] = 0, *, has_aux: bool = Fal
 
     In a `data_parallel` step the first evaluation is checked. Refused are sums over samples, aux with a row for each
     sample, parameters that `f` captures, unequal chunks of the batch, and gradients that are all zero. Sums and rows
-    are not found on a mesh of one rank, nor where `f` communicates: see docs/losses.md.
+    are not found on a mesh of one rank without `shards=`, nor where `f` communicates: see docs/losses.md.
 
     Raises:
         SpecError: `f`'s value is not a scalar, an argument does not exist, an axis does not exist, or aux that can't be

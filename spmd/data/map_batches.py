@@ -153,6 +153,20 @@ def _refuse_arrays(dataset: Any) -> None:
         raise SpecError(problem, got=repr(found), remedy="fetch it, Loader(fetch(dataset), batch_size)")
 
 
+def _refuse_columns(samples: list) -> None:
+    """Of a list [x, y] each would be a sample, and these can't be collated: x and y have a row for each sample."""
+    first, second = samples[:2] if len(samples) > 1 else (None, None)
+    if not isinstance(first, torch.Tensor | np.ndarray) or not isinstance(second, torch.Tensor | np.ndarray):
+        return
+    if first.shape[:1] == second.shape[:1] > (len(samples),) and first.shape != second.shape:
+        raise SpecError(
+            "Loader got a list of tensors of several shapes, and takes each for a sample",
+            got=f"{list(first.shape)} and {list(second.shape)}",
+            expected="samples of one shape, or a collate_fn",
+            remedy="for tensors with a row for each sample give a tuple, Loader((x, y), batch_size), or a dict",
+        )
+
+
 def _is_object(value: Any) -> bool:
     return not isinstance(value, torch.Tensor | np.ndarray | str | bytes | dict | tuple | list)
 
@@ -167,6 +181,8 @@ def _tensors(dataset: Any) -> Any:
             remedy="Loader(Stream([dataset], iter), batch_size) reads it forwards, on every rank; let files be the "
             "shards of a Stream for each to read its own (docs/data.md)",
         )
+    if isinstance(dataset, list):
+        _refuse_columns(dataset)
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
     leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]

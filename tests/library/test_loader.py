@@ -140,6 +140,11 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
         Loader({"x": torch.ones(3), "y": torch.ones(4)}, 2, mesh=mesh)
     with pytest.raises(SpecError, match="differ in length"):
         Loader((torch.ones(3), torch.tensor(1.0)), 2, mesh=mesh)
+    for x, y in ((torch.ones(9, 2), torch.ones(9)), (np.ones((9, 2)), torch.ones(9, 3))):
+        with pytest.raises(SpecError, match=r"list of tensors.*got \[9, 2\] and.*a tuple, Loader\(\(x, y\), batch"):
+            Loader([x, y], 2, mesh=mesh)
+    assert len(Loader([torch.ones(9, 2), torch.ones(9)], 2, mesh=mesh, collate_fn=lambda batch: batch[0])) == 1
+    assert len(Loader([torch.ones(9, 2), torch.ones(9, 2)], 2, mesh=mesh)) == 1
     with pytest.raises(SpecError, match=r"IterableDataset.*Stream\(\[dataset\], iter\)"):
         Loader(Forwards(), 2, mesh=mesh)
     assert [batch.full().tolist() for batch in Loader(Stream([Forwards()], iter), 2, mesh=mesh)] == [[1, 2]]

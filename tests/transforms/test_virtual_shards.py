@@ -264,7 +264,7 @@ REFUSED = {
     ),
     "aux of other shapes": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x * w), has_aux=True)(w, batch)[0][1],
-        "differs",
+        "has a row for each sample|differs",
     ),
     "other shards inside": (
         lambda w, batch: data_parallel(lambda batch: w, shards=3)(batch),

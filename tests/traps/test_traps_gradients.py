@@ -195,6 +195,18 @@ def test_a_loss_that_is_a_sum(mesh: Mesh, loss: Callable[[Tensor], Tensor], shar
         gradients(mesh, lambda params, batch: loss(apply(params, batch)), params, X, shards)
 
 
+def test_of_one_rank_whose_batch_is_in_virtual_shards(shared_mesh: Callable[..., Mesh]) -> None:
+    """As by several ranks, what is no mean would be the mean of those of the shards."""
+    apply, params = functional(model())
+    mesh = shared_mesh({"data": 1})
+    with pytest.raises(SpecError, match="returns a sum over its samples, and the mean over virtual shards of sums"):
+        gradients(mesh, lambda params, batch: apply(params, batch).square().sum(), params, X, 2)
+    with pytest.raises(SpecError, match="aux of <lambda> has a row for each sample"):
+        gradients(mesh, lambda params, batch: (apply(params, batch).mean(), 1 * batch), params, X, 2, has_aux=True)
+    loss = gradients(mesh, lambda params, batch: apply(params, batch).square().sum(), params, X)[0]
+    torch.testing.assert_close(loss.full(), apply(params, X).square().sum().detach())
+
+
 def test_a_sum_over_one_sample_a_rank_and_the_same_code_again(mesh: Mesh) -> None:
     apply, params = functional(model())
 
@@ -332,8 +344,9 @@ def test_aux_that_counts_samples(mesh: Mesh, shards: int | None, recwarn: pytest
             "summed": psum(hits.sum(), "data") if aux == "summed" else 0,
         }[aux]
 
+    remedy = r"virtual shards.*: return its mean" if shards else r"ranks.*: psum\(.*or return its mean"
     for aux in ("hits", "both", "number"):
-        with pytest.warns(UserWarning, match=r"aux of the function is a number of samples.*psum\(.*or return its mean"):
+        with pytest.warns(UserWarning, match=rf"aux of the function is a number of samples.*averaged over {remedy}"):
             gradients(mesh, functools.partial(loss_fn, aux=aux), params, X, shards, has_aux=True)
     recwarn.clear()
     for aux in ("right", "summed")[: 1 if shards else 2]:

@@ -441,10 +441,19 @@ def test_losses_that_take_gradients(mesh: Mesh) -> None:
         warned(mesh, lambda p, b: (slope(p, b) - 1).square().sum())
 
 
-def test_virtual_shards(mesh: Mesh) -> None:
-    """They are parts of the batch, too."""
-    assert len(warned(mesh, lambda p, b: net(p, b).logsumexp((0, 1)), shards=4)) == 1
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_virtual_shards(shared_mesh: Callable[..., Mesh], ranks: int) -> None:
+    """They are parts of the batch, too, and one rank may have several."""
+    mesh = shared_mesh({"data": ranks})
+    (text,) = warned(mesh, lambda p, b: net(p, b).logsumexp((0, 1)), shards=4)
+    assert "a step on several virtual shards" in text and "leave shards= out" in text
     assert warned(mesh, lambda p, b: net(p, b).square().mean() + 1, shards=4) == []
+    assert warned(mesh, lambda p, b: mean_of(losses(p, b).sum() + 0, len(b["x"])), shards=4) == []
+
+
+def test_a_single_virtual_shard(shared_mesh: Callable[..., Mesh]) -> None:
+    """It has the whole batch."""
+    assert warned(shared_mesh({"data": 1}), lambda p, b: net(p, b).logsumexp((0, 1)) + 4, shards=1) == []
 
 
 def test_what_few_samples_do_by_chance(mesh: Mesh) -> None:

@@ -64,7 +64,7 @@ def look(
         return
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
-    split = {name for name in call.plan.samples if name in call.over and sizes[name] > 1}
+    split = {name for name in call.plan.samples if name in call.over and _is_split(call, name, sizes[name])}
     dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
     key = (*_code(call.function), call.nested, call.over, dims, *call.plan.samples.items())
     lookup: Any = None
@@ -100,6 +100,12 @@ def look(
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
+
+
+def _is_split(call: Call, axis: str, size: int) -> bool:
+    """Whether the batch is in parts along an axis: those of its ranks, or virtual shards, which one rank may have."""
+    virtual = call.plan.virtual
+    return size > 1 or (virtual is not None and virtual.axis == axis and len(virtual.sizes) > 1)
 
 
 def _is_judged(call: Call, out: Output) -> bool:
@@ -183,8 +189,7 @@ def _look_at_hooks(call: Call, split: set[str]) -> bool:
 
     Over virtual shards it is refused: each registers it once more, and the next one's gradient goes through it twice.
     """
-    virtual = call.plan.virtual
-    in_turn = virtual is not None and virtual.axis in call.over
+    in_turn = call.in_shards
     for argument in call.arguments:
         primal = argument.primal
         # A batch that is tracked does not show its hooks.

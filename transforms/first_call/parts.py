@@ -164,35 +164,38 @@ class _Judge:
         got = f"{whole:.6g} for {sum(found.sizes)} samples, and {joined:.6g} as the {made} of those for "
         got += " and ".join(map(str, found.sizes)) + " of them"
         ignore = 'warnings.filterwarnings("ignore", ".*is not a mean over samples")'
+        pieces, alone = ("virtual shards", "virtual shard") if call.in_shards else ("ranks", "rank")
+        joined_by = "leave shards= out, since collectives can't join shards, and " if call.in_shards else ""
         if by_places:
             got += ", cut as the batch was"
             what = "" if name in ("value", *_SUMS) else f"{name} of "
             problem = (
                 f"{what}{call.name} is not a mean over samples, but goes by their places in the batch (it pairs "
-                "neighbours, say), and those on a rank are not side by side in the whole batch"
+                f"neighbours, say), and those of a {alone} are not side by side in the whole batch"
             )
             remedy = (
-                "make one sample, a row of its own, of what belongs together, or gather the samples, "
+                f"make one sample, a row of its own, of what belongs together, or {joined_by}gather the samples, "
                 f"all_gather(x, {self._axis!r}, tiled=True); or, if any pairs will do, {ignore}"
             )
         elif name not in ("value", *_SUMS):
             problem = (
-                f"{name} of {call.name} is not a mean over samples, and comes back as the mean of those of the ranks, "
-                "which is not what it is of the whole batch"
+                f"{name} of {call.name} is not a mean over samples, and comes back as the mean of those of the "
+                f"{pieces}, which is not what it is of the whole batch"
             )
             remedy = (
-                "return the means that it is computed of, and compute it of these after the step; psum a sum; "
-                f"or gather its samples, all_gather(x, {self._axis!r}, tiled=True) (docs/losses.md); or {ignore}"
+                f"return the means that it is computed of, and compute it of these after the step; or {joined_by}"
+                f"psum a sum, or gather its samples, all_gather(x, {self._axis!r}, tiled=True) (docs/losses.md); "
+                f"or {ignore}"
             )
         else:
             of_pair = f"for the {name} of its mean_of is not a sum over them, " if name in _SUMS else ""
             problem = (
-                f"{call.name} is not a mean over samples, {of_pair}and a step on several ranks, which takes the mean "
-                "of theirs, is not what it is on one device with the whole batch"
+                f"{call.name} is not a mean over samples, {of_pair}and a step on several {pieces}, which takes "
+                "the mean of theirs, is not what it is on one device with the whole batch"
             )
             remedy = (
-                "return mean_of(total, count), both summed over samples, for a mean with weights; compute what is of "
-                f"the whole batch with psum, pmean or all_gather over {self._axis!r} (docs/losses.md); or, if each "
-                f"rank's own is meant, {ignore}"
+                f"return mean_of(total, count), both summed over samples, for a mean with weights; {joined_by}"
+                f"compute what is of the whole batch with psum, pmean or all_gather over {self._axis!r} "
+                f"(docs/losses.md); or, if each {alone}'s own is meant, {ignore}"
             )
         warn(problem, got=got, remedy=remedy)
