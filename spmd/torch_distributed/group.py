@@ -96,7 +96,7 @@ class ProcessGroup(_Base):
 
     def shutdown(self) -> None:
         comms, self._comms = self._comms, {}
-        if not comms and self.world.opens_alone and self._broken is None:
+        if not comms and self.world.opens_alone and self._broken is None and not self.world.over:
             comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
         for comm in comms.values():
             comm.close()
