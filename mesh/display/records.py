@@ -31,16 +31,18 @@ def _log(rank: int, msg: protocol.Logged) -> None:
 
 
 class Records:
-    """Log records and warnings of one mesh's ranks; each warning is shown once, whichever ranks give it."""
+    """Log records and warnings of one mesh's ranks; each warning is shown as one rank gives it, the first that does."""
 
     def __init__(self) -> None:
         self._shown: dict[Any, Any] = {}  # as a module's `__warningregistry__`
+        self._first: dict[protocol.Warned, int] = {}  # the rank that gave it
 
     def take(self, rank: int, msg: protocol.Logged | protocol.Warned) -> None:
         if isinstance(msg, protocol.Logged):
             _log(rank, msg)
         else:
-            self._warn(msg)
+            if self._first.setdefault(msg, rank) == rank:
+                self._warn(msg)
 
     def _warn(self, msg: protocol.Warned) -> None:
         category = next((kind for kind in map(_class, msg.kinds) if kind is not None), Warning)

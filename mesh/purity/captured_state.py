@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ...kernels import torch_private
 from ...kernels.errors import message
 from ..pickling.functions import travels_by_name
-from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, used_by
+from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
 from ..rank.reloading import own_file
 
 _LOOKED_AT = 4096  # objects at most
@@ -134,7 +134,7 @@ def reached(
 def _inside_of_dataset(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
     yield from _inside(obj, name)
     if not isinstance(obj, (types.FunctionType, type)):
-        yield from ((value, f"{name}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
+        yield from ((value, f"{name}.{key}") for key, value in attributes_of(obj).items())
         for method in ("__getitem__", "__call__"):
             if isinstance(function := getattr(type(obj), method, None), types.FunctionType):
                 yield function, name
@@ -167,7 +167,7 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         if _is_users(type(obj)):
             yield from ((value, f"{name}.{key}") for key, value in vars(obj).items() if key not in OF_MODULES)
     elif _is_users(type(obj)) or isinstance(obj, _TORCH):
-        yield from ((value, f"{name}.{key}") for key, value in getattr(obj, "__dict__", {}).items())
+        yield from ((value, f"{name}.{key}") for key, value in attributes_of(obj).items())
 
 
 def _is_users(obj: types.FunctionType | type) -> bool:
@@ -243,7 +243,7 @@ def _attributes_of(obj: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cls in reversed(type(obj).__mro__):
         found.update(vars(cls))
-    return {**found, **getattr(obj, "__dict__", {})}
+    return {**found, **attributes_of(obj)}
 
 
 def _state_of(obj: Any) -> tuple[str, dict[str, Any]]:

@@ -51,13 +51,14 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     if isinstance(obj, _OF_TORCH):
         read = _no_parts
     elif isinstance(obj, type):
-        read = _attributes if obj.__module__ == "__main__" else _no_parts
+        read = _own_attributes if obj.__module__ == "__main__" else _no_parts
     elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
     elif isinstance(obj, CONTAINERS):
         read = _entries if isinstance(obj, dict) else list
     else:
-        read = _attributes
+        slots = _slots_of(type(obj))
+        read = functools.partial(_with_slots, slots) if slots else _own_attributes
     if len(read(obj)) > LOOKED_INTO * (1 + isinstance(obj, dict)):
         return None
     return read, depth + 1
@@ -104,8 +105,28 @@ def _no_parts(obj: Any) -> list[Any]:
     return []
 
 
-def _attributes(obj: Any) -> list[Any]:
+def _own_attributes(obj: Any) -> list[Any]:
     return list(getattr(obj, "__dict__", {}).values())
+
+
+def _with_slots(slots: list[str], obj: Any) -> list[Any]:
+    return [*(getattr(obj, name, None) for name in slots), *_own_attributes(obj)]
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    """An object's attributes, those in slots, too."""
+    slots = [name for name in _slots_of(type(obj)) if hasattr(obj, name)]
+    return {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name) for name in slots}}
+
+
+def _slots_of(cls: type) -> list[str]:
+    return [
+        name
+        for one in cls.__mro__
+        if "__slots__" in vars(one)
+        for name, value in vars(one).items()
+        if isinstance(value, types.MemberDescriptorType)
+    ]
 
 
 def _entries(entries: Any) -> list[Any]:

@@ -198,6 +198,21 @@ def test_tensors_and_modules_in_place():
     assert not changed(lambda: (tensor, module), lambda: None)
 
 
+class Slotted:
+    __slots__ = ("more", "value")
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_objects_with_slots():
+    inner = Slotted(1)
+    outer = types.SimpleNamespace(inner=inner)
+    assert changed(lambda: outer, lambda: setattr(inner, "value", 2))
+    assert changed(lambda: outer, lambda: setattr(inner, "more", 3))
+    assert not changed(lambda: outer, lambda: setattr(inner, "value", 2))
+
+
 def test_arrays_in_place():
     small, large = np.zeros(3), np.zeros(1 << 20)
 

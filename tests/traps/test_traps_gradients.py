@@ -13,7 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmd import Mesh, P, Sharded, SpecError, data_parallel, fetch, functional, grad, psum, spmd, value_and_grad
+from spmd import (
+    Mesh,
+    P,
+    Sharded,
+    SpecError,
+    axis_index,
+    data_parallel,
+    fetch,
+    functional,
+    grad,
+    psum,
+    spmd,
+    value_and_grad,
+)
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
 
@@ -74,19 +87,20 @@ def test_aux_with_a_row_for_each_sample(mesh: Mesh, shards: int | None) -> None:
 
 
 @pytest.mark.parametrize("shards", [None, 2])
-def test_aux_with_a_row_for_each_sample_in_a_later_call(mesh: Mesh, shards: int | None) -> None:
-    """The number alone is what its name says; the rows come with parameters that the first call did not have."""
+@pytest.mark.parametrize("first", [lambda out: out.mean(), lambda out: out.mean() * torch.ones(3)])
+def test_aux_with_a_row_for_each_sample_in_a_later_call(mesh: Mesh, first: Callable, shards: int | None) -> None:
+    """What comes first is what its name says; the rows come with parameters that the first call did not have."""
 
     def loss_fn(w, batch):
         out = batch @ w
-        return out.square().mean(), out.detach() if float(w.detach().sum()) > 0 else out.detach().mean()
+        return out.square().mean(), out.detach() if float(w.detach().sum()) > 0 else first(out.detach())
 
     step = spmd(mesh=mesh)(
         data_parallel(shards=shards)(lambda w, batch: value_and_grad(loss_fn, has_aux=True)(w, batch))
     )
     width = X.shape[1]
     (_, aux), _ = step(-torch.ones(width), X)
-    torch.testing.assert_close(aux.full(), (X @ -torch.ones(width)).mean())
+    torch.testing.assert_close(aux.full(), first(X @ -torch.ones(width)))
     with pytest.raises(SpecError, match=r"aux of loss_fn has a row for each sample.*Sharded.*or reduce it"):
         fetch(step(torch.ones(width), X))
 
@@ -621,6 +635,14 @@ def test_hooks_that_a_later_call_registers(mesh: Mesh) -> None:
     last = torch.cat([X[:-1], 1e6 * X[-1:]])  # which is not in the first shard of its rank
     with pytest.raises(SpecError, match="a parameter's gradient, which gets that of each virtual shard"):
         fetch(exact(params, last))
+
+
+def test_a_hook_on_one_rank_alone(mesh: Mesh) -> None:
+    def loss_fn(params, batch):
+        return (hooked if axis_index("data") == 1 else hooked_within)(params, batch)
+
+    with pytest.warns(UserWarning, match="a parameter's gradient, which gets that of this rank's samples"):
+        gradients(mesh, loss_fn, {"w": torch.ones(3)}, X)
 
 
 def test_a_hook_in_a_gradient_within_a_virtual_shard(mesh: Mesh) -> None:

@@ -24,6 +24,7 @@ from spmd import (
     all_gather,
     axis_index,
     data_parallel,
+    fetch,
     functional,
     functional_with_buffers,
     mean_of,
@@ -485,6 +486,23 @@ def test_it_is_silenced_as_any_warning(mesh: Mesh) -> None:
         warnings.filterwarnings("ignore", ".*is not a mean over samples")
         step(PARAMS, BATCH)
     assert not found
+
+
+def test_after_a_value_that_is_not_finite(mesh: Mesh) -> None:
+    """Nothing can be said of it, so the next ones are looked at."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return value_and_grad(lambda p, b: net(p, b).logsumexp((0, 1)) + 6)(params, batch)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step({name: leaf * float("nan") for name, leaf in PARAMS.items()}, BATCH)
+        assert not found
+        for _ in range(2):
+            fetch(step(PARAMS, BATCH))
+    assert len(found) == 1
 
 
 def test_it_is_told_once(mesh: Mesh) -> None:

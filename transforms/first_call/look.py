@@ -26,7 +26,7 @@ from .._call import Call, Output
 from .._mean_of import warn_of_weights
 from .given import warn_of_chosen, warn_of_single_samples, warn_of_statistics
 from .repeated import given_to
-from .samples import look_at_samples, nodes
+from .samples import look_at_samples, may_have_rows, nodes
 
 _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # how many functions are remembered as checked
@@ -48,8 +48,9 @@ def look(
 ) -> None:
     """Check what a function returned, unless a function with the same code was checked at this signature.
 
-    The dimensions of aux count as part of the signature: it may have a row for each sample in some calls only. Hooks of
-    parameters, which a function may register at a later call only, are looked for until some are found.
+    The dimensions of aux count as part of the signature, and whether it is as long as the samples are many: it may have
+    a row for each of them in some calls only. Hooks of parameters, which a function may register at a later call only,
+    are looked for until some are found. A value that is not finite can't be judged, and the next ones are.
 
     Args:
         args, kwargs: what it was called with.
@@ -65,26 +66,27 @@ def look(
     looked_at = call.region.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and _is_split(call, name, sizes[name])}
-    dims = tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
-    key = (*_code(call.function), call.nested, call.over, dims, *call.plan.samples.items())
+    shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
+    key = (*_code(call.function), call.nested, call.over, *call.plan.samples.items())
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
         # Which arguments are cut follows from the signature of the call, so it is determined once.
-        lookup = (call.region.looks, *key)
+        lookup = (call.region.looks, *key, shapes)
         if lookup in call.region.looked_at and not hooked:
             return
         batch, split = _cut_by_specs(call, args, kwargs, sizes)
-    key = (*key, *sorted(split))
+    rows = batch[0].shape[0] if batch and (split or not call.nested) else 0
+    dims = tuple(None if shape is None else len(shape) for shape in shapes)
+    key = (*key, dims, rows > 0 and may_have_rows(aux, rows, split), *sorted(split))
     with_hooks = ("hooks", *key)
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
     if key in looked_at:
         call.region.note_checked(lookup)
         return
-    was_warned = False
+    was_warned = is_judged = False
     if not call.nested:
-        rows = batch[0].shape[0] if batch else 0
         was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
         if split and call.plan.samples:
             if out.count is None and call.plan.virtual is None:
@@ -93,10 +95,12 @@ def look(
             was_warned = was_warned or warn_of_chosen(call, args, kwargs, out)
     elif split and call.plan.samples:
         warn_of_single_samples(call, args, kwargs)
-    if split and batch and batch[0].shape[0] and not communicates:
+    if split and rows and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
         if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
             _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
+    if is_judged and not bool(out.value.isfinite().all()):
+        return
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
@@ -201,7 +205,7 @@ def _look_at_hooks(call: Call, split: set[str]) -> bool:
         remedy = "change grads in the step, which are of the whole batch"
         if in_turn:
             raise SpecError(problem, got=got, remedy=remedy)
-        if call.plan.samples and split & set(argument.reduce) and call.region and call.region.session.rank == 0:
+        if call.plan.samples and split & set(argument.reduce):
             ignore = 'warnings.filterwarnings("ignore", ".*registers a hook for a parameter")'
             warn(problem, got=got, remedy=f"{remedy}; or, if it only scales it, as a mask does, {ignore}")
         return True

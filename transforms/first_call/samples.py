@@ -48,7 +48,7 @@ def look_at_samples(
     alike = [a.leaf for a in with_rows if split & set(a.reduce) and differs_over(a.leaf) is None]
     again = Repeated(call, args, kwargs, [*batch, *own], split)
     may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
-    has_rows = not call.nested and _may_have_rows(aux, rows, split)
+    has_rows = not call.nested and may_have_rows(aux, rows, split)
     counts = [] if call.nested else _may_be_counts(aux, split)
     may_need_twice = may_be_sum or has_rows or bool(alike) or bool(counts)
     is_judged = is_judged and rows >= FEWEST and not alike
@@ -112,7 +112,7 @@ def _may_be_sum(end: Node | None, rows: int) -> bool:
 _ADD_UP = {"DotBackward0", "LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"}
 
 
-def _may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
+def may_have_rows(aux: Auxiliary, rows: int, split: set[str]) -> bool:
     """Whether a leaf of aux may have an entry for each of `rows` samples, judged by its shape."""
     if rows > 1 and aux.leaves and len(aux.leaves) % rows == 0:
         return True
