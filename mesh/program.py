@@ -149,7 +149,7 @@ class CompiledCall:
         on_mesh, beside = iter(tensors), iter(others)
         return [next(on_mesh if leaf.kind == "array" else beside) for leaf in self._plan.leaves]
 
-    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check, again: bool = False) -> Outcome:
+    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check, again: int = 0) -> Outcome:
         """Run the program on this rank.
 
         Args:
@@ -157,7 +157,7 @@ class CompiledCall:
             specs: of the leaves on the mesh.
             key: what its random numbers are made from.
             check: how thoroughly to check what should be the same on several ranks.
-            again: such a call has succeeded before, perhaps on ranks that these have replaced.
+            again: as in `CallProgram`.
         """
         if specs != self._array_specs:
             self._inputs, self._array_specs = self._inputs_of(specs), specs
@@ -171,14 +171,13 @@ class CompiledCall:
         args, kwargs = trees.unflatten(self._treedef, local)
         if first := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
-            self._is_late = again and has_compiler()  # other ranks run compiled; what is checked runs in eager mode
-            first = not self._is_late
+            first = not (again and has_compiler())  # then other ranks run compiled; what is checked runs in eager mode
             draw_as_eager()
         copied = first and not self._session.launched
         captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
         given_objects = GivenObjects(local, self._treedef, self._whole, describe_path) if copied else None
         choices = self._new_choices(values) if self._has_values else []
-        watched = self._watched(local) if first or (choices and not (again and self._is_late)) else None
+        watched = self._watched(local) if first or (choices and again < 2) else None
         if watched is not None:
             self._looked_at.clear()
         region = Region(

@@ -130,7 +130,8 @@ class CallProgram(Task):
         out: the number under which to keep the results.
         key: what random numbers are made from.
         check: how thoroughly to check what should be the same on several ranks, a `replication.values.Check`.
-        again: such a call has succeeded before, perhaps on ranks that these have replaced.
+        again: 2 if such a call has succeeded before, perhaps on ranks that these have replaced; 1 if that had other
+            numbers and names; else 0.
         arrays: the arguments that are on the ranks.
         values: the others, in order; None: they are the content.
     """
@@ -139,7 +140,7 @@ class CallProgram(Task):
     out: int
     key: tuple
     check: int
-    again: bool
+    again: int
     arrays: Spans
     values: tuple | None
 

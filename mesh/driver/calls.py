@@ -57,7 +57,8 @@ class DriverCall:
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
         self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
         self._follows = self._planned.key, values
-        self._followed = self._axes <= driver.shipped.followed.get(self._follows, frozenset())
+        followed = driver.shipped.followed.get(self._follows)
+        self._followed, self._again = self._axes <= (followed or frozenset()), 0 if followed is None else 2
         self._begin()
 
     def _begin(self) -> None:
@@ -71,7 +72,7 @@ class DriverCall:
         """The same for other numbers and names, with which results of other shapes may come back."""
         other = copy.copy(self)
         other._begin()
-        other._followed = True
+        other._followed, other._again = True, 1
         return other
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
@@ -95,7 +96,7 @@ class DriverCall:
                 out=results.number,
                 key=key,
                 check=int(asked),
-                again=not first,
+                again=0 if looked is Check.TYPES else self._again,
                 arrays=names,
                 values=tuple(values) if plain else None,
             ),
@@ -119,8 +120,9 @@ class DriverCall:
             driver.in_flight(task)
             return trees.unflatten(expected.treedef, arrays)
         found = self._finish(task, looked)
-        if looked is Check.TYPES:
-            driver.shipped.note_followed(self._follows, self._axes)
+        if looked is Check.TYPES or not self._again:
+            driver.shipped.note_followed(self._follows, self._axes if looked is Check.TYPES else frozenset())
+        self._again = 2
         self._expected = found if found.arrays_only else None
         results.take_numbers(task)
         return found.tree(results.arrays(None, found.metas))

@@ -54,7 +54,7 @@ class ShippedObjects:
 
     Attributes:
         followed: the key of a call's plan, and a hash of its values -> axes along which its body was followed
-            (`Check.TYPES`).
+            (`Check.TYPES`), once such a call has ended well.
     """
 
     def __init__(self, session: Session, whole: tuple[type, ...]):

@@ -46,6 +46,8 @@ class MapBatches(Batches):
         length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
         self.sampler = Sampler(length, batch_size, **options)
+        if collate is None and isinstance(dataset, list):
+            _refuse_columns(dataset, batch_size)
         self.shards, self.steps = shards, len(self.sampler)
         self.source = in_words(self.settings)
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
@@ -153,9 +155,12 @@ def _refuse_arrays(dataset: Any) -> None:
         raise SpecError(problem, got=repr(found), remedy="fetch it, Loader(fetch(dataset), batch_size)")
 
 
-def _refuse_columns(samples: list) -> None:
-    """Of a list [x, y] each would be a sample, and these can't be collated: x and y have a row for each sample."""
-    first, second = samples[:2] if len(samples) > 1 else (None, None)
+def _refuse_columns(samples: list, batch_size: int) -> None:
+    """Of a list [x, y] each would be a sample, and these can't be collated: x and y have a row for each sample.
+
+    Samples of several shapes may be read one at a time, or, if they are many, one on each rank.
+    """
+    first, second = samples[:2] if 1 < len(samples) <= batch_size else (None, None)
     if not isinstance(first, torch.Tensor | np.ndarray) or not isinstance(second, torch.Tensor | np.ndarray):
         return
     if first.shape[:1] == second.shape[:1] > (len(samples),) and first.shape != second.shape:
@@ -181,8 +186,6 @@ def _tensors(dataset: Any) -> Any:
             remedy="Loader(Stream([dataset], iter), batch_size) reads it forwards, on every rank; let files be the "
             "shards of a Stream for each to read its own (docs/data.md)",
         )
-    if isinstance(dataset, list):
-        _refuse_columns(dataset)
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
     leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]

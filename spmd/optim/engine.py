@@ -21,7 +21,7 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, SpmdError
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
-from .hyper import is_numeric, lent, mentions, refuse_unknown, written
+from .hyper import is_numeric, lent, mentions, refuse_unknown, sees_classes, written
 from .leaves import REFUSED, Leaf, State, refuse_leaf, refuse_step
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
@@ -329,6 +329,6 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     base = next(one for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
     plain = {name: inspect.unwrap(getattr(base, name)) for name in ("add_param_group", "step")}
     light = type(base.__name__, (base,), {**plain, "__module__": base.__module__})
-    if base is cls or any("__init_subclass__" in vars(one) for one in cls.__mro__[:-1]):
-        return light if base is cls else cls  # a program may list the classes that are derived from its own
-    return type(cls.__name__, (cls, light), {"__module__": cls.__module__})
+    if base is cls:
+        return light
+    return cls if sees_classes(cls) else type(cls.__name__, (cls, light), {"__module__": cls.__module__})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import inspect
 import numbers
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -76,16 +77,23 @@ def written(
 
 def mentions(cls: type, name: str) -> bool:
     """Whether methods of an optimizer's class have a name among their constants, as those that write it once do."""
-    own = (value for base in cls.__mro__ if base not in (Optimizer, object) for value in vars(base).values())
-    methods = (method for method in map(inspect.unwrap, own) if isinstance(method, types.FunctionType))
-    return any(name in _constants(method.__code__) for method in methods)
+    for code in _codes(base for base in cls.__mro__ if base not in (Optimizer, object)):
+        if any(name in one if isinstance(one, tuple) else name == one for one in code.co_consts):
+            return True
+    return False
 
 
-def _constants(code: types.CodeType) -> Iterator[Any]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _constants(constant)
-        elif isinstance(constant, tuple):
-            yield from constant
-        else:
-            yield constant
+def sees_classes(cls: type) -> bool:
+    """Whether an optimizer's class may notice one that is derived from it: it lists these, or asks for its type."""
+    own = [base for base in cls.__mro__[:-1] if not base.__module__.startswith("torch.optim")]
+    lists = type(cls) not in (type, abc.ABCMeta) or any("__init_subclass__" in vars(base) for base in own)
+    return lists or any({"type", "__class__"} & {*code.co_names} for code in _codes(own))
+
+
+def _codes(classes: Iterable[type]) -> Iterator[types.CodeType]:
+    """The code of the methods of some classes, and of the functions in them."""
+    methods = map(inspect.unwrap, (value for cls in classes for value in vars(cls).values()))
+    codes = [method.__code__ for method in methods if isinstance(method, types.FunctionType)]
+    for code in codes:
+        yield code
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

@@ -1,5 +1,6 @@
 """`torch.compile` around what a step captures: the same as eager, or refused in words."""
 
+import importlib
 import os
 import signal
 import sys
@@ -550,9 +551,30 @@ def test_a_new_rank_computes_compiled_as_the_others_do(make_mesh, check):
     assert calls("", "", "a", "a", "", "a") == [2, 4, 3, 5, 4, 5]
     os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
     assert calls("", "a", "", "b", "b") == [4, 5, 4, 3, 5]
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    assert calls("cc", "", "cc", "b") == [4, 4, 6, 5]
+    os.kill(mesh.run(os.getpid)[1], signal.SIGKILL)
+    assert float(step(torch.ones(1), "")) == 4  # of another shape
     if check != "never":
         mesh.resize({"data": 3})
         assert calls("", "a", "", "b") == [6, 7, 6, 7]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_first_calls_are_checked_where_the_compiler_is_loaded(make_mesh, size):
+    """By ranks that were there at the start, and by those that have replaced them."""
+    mesh = make_mesh({"data": size})
+    loaded = spmd.spmd(lambda x: x * importlib.import_module("torch._dynamo").__name__.count("dynamo"), mesh=mesh)
+
+    def writes(x):
+        x.data.add_(1)
+        return x * 2
+
+    for _ in range(2):
+        assert float(loaded(torch.ones(()))) == 1
+        with pytest.raises(SpecError, match="changed its input argument 0 in place"):
+            spmd.spmd(writes, mesh=mesh)(torch.ones(2))
+        os.kill(mesh.run(os.getpid)[-1], signal.SIGKILL)
 
 
 @pytest.mark.filterwarnings("ignore")

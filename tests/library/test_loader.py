@@ -145,6 +145,11 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
             Loader([x, y], 2, mesh=mesh)
     assert len(Loader([torch.ones(9, 2), torch.ones(9)], 2, mesh=mesh, collate_fn=lambda batch: batch[0])) == 1
     assert len(Loader([torch.ones(9, 2), torch.ones(9, 2)], 2, mesh=mesh)) == 1
+    images = [torch.ones(9, length) for length in (2, 3, 4)]
+    read = [[*shard.shape] for batch in Loader(images, 1, mesh=mesh) for shard in batch.shards() if len(shard)]
+    assert sorted(read) == [[1, 9, 2], [1, 9, 3], [1, 9, 4]]
+    assert len([*Loader(images[:2], 1, mesh=mesh)]) == 2
+    assert len([*Loader(images, 2, mesh=mesh)]) == 2  # each rank has one of them
     with pytest.raises(SpecError, match=r"IterableDataset.*Stream\(\[dataset\], iter\)"):
         Loader(Forwards(), 2, mesh=mesh)
     assert [batch.full().tolist() for batch in Loader(Stream([Forwards()], iter), 2, mesh=mesh)] == [[1, 2]]

@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections import namedtuple
+from typing import ClassVar
 
 import cloudpickle
 import pytest
@@ -472,6 +473,47 @@ def test_an_optimizer_from_elsewhere():
     assert grads["w"] == 9
     with pytest.raises(SpecError, match="Clipped needs a value for 'lr'"):
         optimizer(Clipped)
+
+
+class Registering(type):
+    """Keeps its classes by name, of which each may be defined once."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init__(cls, name, bases, members):
+        super().__init__(name, bases, members)
+        assert cls.known.setdefault(name, cls) is cls
+
+
+class Registered(optim.SGD, metaclass=Registering):
+    pass
+
+
+class Named(optim.SGD):
+    def __init_subclass__(cls, *, name):
+        cls.name = name
+
+
+class NamedOne(Named, name="one"):
+    pass
+
+
+class LooksAtItsType(optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr if type(self) is LooksAtItsType else 0)
+
+
+class LooksAtItsClass(optim.SGD):
+    def step(self, closure=None):
+        if [self.__class__] == [LooksAtItsClass]:
+            super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [Registered, NamedOne, LooksAtItsType, LooksAtItsClass])
+def test_an_optimizer_that_knows_its_class(cls):
+    params = {"w": torch.tensor(3.0)}
+    opt = optimizer(cls, lr=1.0)
+    assert opt.step(params, {"w": torch.tensor(1.0)}, opt.init(params))[0] == {"w": 2.0}
 
 
 class LooksAtAll(optim.Optimizer):
