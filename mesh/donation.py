@@ -30,9 +30,15 @@ class DonatedTensor(torch.Tensor):
         )
 
 
-def mark_donated(tensor: torch.Tensor, *, owned: bool = True) -> torch.Tensor:
-    """Note that a tensor is donated: a step may take its memory, if the tensor owns that on this rank."""
+def mark_donated(tensor: torch.Tensor, *, owned: bool = True, value: torch.Tensor | None = None) -> torch.Tensor:
+    """Note that a tensor is donated: a step may take its memory, if the tensor owns that on this rank.
+
+    Args:
+        value: the tensor that it was made of for the step; an Array that the step captures may be the same value.
+    """
     tensor._spmd_donated = owned  # type: ignore[attr-defined]
+    if owned and value is not None:
+        tensor._spmd_value = value  # type: ignore[attr-defined]
     return tensor
 
 
@@ -83,6 +89,9 @@ opt.step, or leave its argument out of donate=
     """
     for tensor in vars(_taken).pop("tensors", ()):
         tensor.__class__ = DonatedTensor
+        value = getattr(tensor, "_spmd_value", None)
+        if value is not None:
+            value.__class__ = DonatedTensor
 
 
 def is_owner(tensor: Any) -> bool:

@@ -268,7 +268,7 @@ class CompiledCall:
                 if donated and value is not whose:
                     alone = times is None or times[id(whose)] == 1
                     owned = alone and donation.is_owner(whose) and not self._session.copied
-                    donation.mark_donated(value, owned=owned)
+                    donation.mark_donated(value, owned=owned, value=whose)
                 if times is not None:
                     found[id(whose), leaf] = value
             local.append(value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from spmd import SpecError, functional, optimizer, put, spmd
+from spmd import SpecError, fetch, functional, optimizer, put, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -166,6 +166,28 @@ def test_what_a_step_captures_and_returns_is_left_alone(shared_mesh, kind):
         params, state = step(params, state, {"w": torch.ones(64, 64)}, turn % 3 == 2)
         if turn % 3 == 2:
             assert torch.equal(params["w"].full(), first["w"]), turn
+
+
+def test_a_donated_value_that_the_step_captures_is_not_read_after_it_was_overwritten(shared_mesh):
+    """It read the new parameters for the old ones. Before opt.step it is what it was."""
+    mesh = shared_mesh({"data": 2})
+    opt, first = optimizer(optim.SGD, lr=0.1, shard=None), {"w": drawn((64, 64), 0)}
+    best = {}
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state, grads, late):
+        before = 0.0 if late or not best else best["w"].full().sum()
+        params, state = opt.step(params, grads, state)
+        return params, state, best["w"].full().sum() if late else before
+
+    params, state, _ = step(first, opt.init(first), {"w": torch.ones(64, 64)}, False)
+    best["w"] = params["w"]
+    expected = params["w"].full().sum()
+    params, state, found = step(params, state, {"w": torch.ones(64, 64)}, False)
+    torch.testing.assert_close(found.full(), expected)
+    best["w"] = params["w"]
+    with pytest.raises(SpecError, match=r"donated tensor was used after opt\.step had taken.*leave its argument out"):
+        fetch(step(params, state, {"w": torch.ones(64, 64)}, True)[2])
 
 
 def test_a_launched_rank_that_looks_at_its_parameters_disagrees_with_nobody(shared_mesh):
