@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,17 +32,20 @@ def _log(rank: int, msg: protocol.Logged) -> None:
 
 
 class Records:
-    """Log records and warnings of one mesh's ranks; each warning is shown as one rank gives it, the first that does."""
+    """Log records and warnings of one mesh's ranks; what several ranks give is shown once each time."""
 
     def __init__(self) -> None:
         self._shown: dict[Any, Any] = {}  # as a module's `__warningregistry__`
-        self._first: dict[protocol.Warned, int] = {}  # the rank that gave it
+        self._times: dict[protocol.Warned, Counter[int]] = {}  # how often each rank gave a warning
 
     def take(self, rank: int, msg: protocol.Logged | protocol.Warned) -> None:
         if isinstance(msg, protocol.Logged):
             _log(rank, msg)
         else:
-            if self._first.setdefault(msg, rank) == rank:
+            times = self._times.setdefault(msg, Counter())
+            before = max(times.values(), default=0)
+            times[rank] += 1
+            if times[rank] > before:
                 self._warn(msg)
 
     def _warn(self, msg: protocol.Warned) -> None:

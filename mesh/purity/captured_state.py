@@ -8,9 +8,11 @@ None or a flag.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
+import pickle
 import random
 import sys
 import types
@@ -28,10 +30,10 @@ from ...kernels.errors import message
 from ..pickling.functions import travels_by_name
 from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
 from ..rank.reloading import own_file
+from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
-_TWISTER, _TWISTS = 624, 256  # words of a Mersenne Twister, which it makes anew together; how often one looks
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
@@ -190,8 +192,8 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
         return [_value_of(obj.tobytes, f"an element of {name}", WAY)] if plain else []
     if found := _looks_at_generator(obj, name):
         return found
-    if hasattr(type(obj), "__next__") and hasattr(type(obj), "__length_hint__"):
-        return [_value_of(lambda: operator.length_hint(obj), f"items taken from {name}", WAY)]
+    if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not _is_users(type(obj))):
+        return [_value_of(functools.partial(_position_of, obj), f"items taken from {name}", WAY)]
     if (_is_users(type(obj)) or isinstance(obj, _TORCH)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
@@ -210,22 +212,23 @@ def _looks_at_generator(obj: Any, name: str) -> list[_Look]:
     return [_drawn_from(obj, name)] if isinstance(obj, random.Random) else []
 
 
-def generator_state(obj: Any) -> Any:
-    """What a program would return of a generator, to continue with it elsewhere; an empty tuple for other objects."""
-    if isinstance(obj, torch.Generator):
-        return obj.get_state()
-    if isinstance(obj, random.Random):
-        return obj.getstate()
-    return obj.bit_generator.state if isinstance(obj, np.random.Generator) else ()
+def _position_of(iterator: Any) -> Any:
+    """What is another after items were taken: how many are left or, if it can't tell, its pickle; None if neither."""
+    if hasattr(type(iterator), "__length_hint__"):
+        return operator.length_hint(iterator)
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # Python is about to drop the pickles of itertools
+        return pickle.dumps(iterator)
+    return None
 
 
 def _drawn_from(obj: Any, name: str) -> _Look:
     """Looks at a generator of NumPy or Python; one that was seeded anew, for each sample, is right."""
-    before, words = _state_of(obj)
+    before, words = random_state(obj)
 
     def look() -> _Change | None:
-        now, others = _state_of(obj)
-        return None if now == before or _is_seeded(words, others) else (f"numbers drawn from {name}", _FOR_RANDOM)
+        now, others = random_state(obj)
+        return None if now == before or is_seeded(words, others) else (f"numbers drawn from {name}", _FOR_RANDOM)
 
     return look
 
@@ -244,29 +247,6 @@ def _attributes_of(obj: Any) -> dict[str, Any]:
     for cls in reversed(type(obj).__mro__):
         found.update(vars(cls))
     return {**found, **attributes_of(obj)}
-
-
-def _state_of(obj: Any) -> tuple[str, dict[str, Any]]:
-    """A generator's whole state as text, and the part of it that draws change in a way of their own."""
-    if isinstance(obj, random.Random):
-        found: dict[str, Any] = {"state": {"key": np.array(obj.getstate()[1][:-1], np.uint32)}, "all": obj.getstate()}
-    else:
-        found = obj.get_state(legacy=False) if isinstance(obj, np.random.RandomState) else obj.state
-    with np.printoptions(threshold=1 << 20):
-        return repr(found), found.get("state", {})
-
-
-def _is_seeded(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether a state can't come of an earlier one by draws, of which there are not very many."""
-    if len(before.get("key", ())) != _TWISTER:  # PCG64 and Philox draw from a sequence that their seed has chosen
-        return before.get("inc") != now.get("inc") or not np.array_equal(before.get("key", ()), now.get("key", ()))
-    twister = np.random.MT19937()
-    twister.state = {"bit_generator": "MT19937", "state": {"key": before["key"], "pos": _TWISTER}}
-    for _ in range(_TWISTS):
-        if np.array_equal(twister.state["state"]["key"], now["key"]):
-            return False
-        twister.random_raw(_TWISTER)
-    return True
 
 
 def _value_of(state: Callable[[], Any], what: str, remedy: str) -> _Look:

@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import trees
 from ..rank.references import SCALARS
 from ..replication.net import marked
-from .captured_state import WAY, CapturedState, generator_state, reached, warn_at
+from .captured_state import WAY, CapturedState, reached, warn_at
+from .generators import generator_state
 
 _NUMBERS = int | float | complex
 _LOST = "and does not return it: the caller never sees it"

@@ -6,6 +6,7 @@ change. Invariant: functions and classes that other processes import by name are
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import operator
@@ -23,11 +24,12 @@ from ..pickling.operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
-CONTAINERS = (list, tuple, set, dict)
+CONTAINERS = (list, tuple, set, dict, collections.deque)
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
+_OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 
 
@@ -58,7 +60,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         read = _entries if isinstance(obj, dict) else list
     else:
         slots = _slots_of(type(obj))
-        read = functools.partial(_with_slots, slots) if slots else _own_attributes
+        read = _reader_of_slots(slots) if slots and not type(obj).__module__.startswith(_OWN) else _own_attributes
     if len(read(obj)) > LOOKED_INTO * (1 + isinstance(obj, dict)):
         return None
     return read, depth + 1
@@ -109,17 +111,27 @@ def _own_attributes(obj: Any) -> list[Any]:
     return list(getattr(obj, "__dict__", {}).values())
 
 
-def _with_slots(slots: list[str], obj: Any) -> list[Any]:
-    return [*(getattr(obj, name, None) for name in slots), *_own_attributes(obj)]
+def _reader_of_slots(slots: list[str]) -> Reader:
+    get = operator.attrgetter(slots[0], *slots)  # with an extra name, so that it always gives a tuple
+
+    def read(obj: Any) -> list[Any]:
+        try:
+            return [*get(obj)[1:], *_own_attributes(obj)]
+        except AttributeError:  # one is empty
+            return list(attributes_of(obj).values())
+
+    return read
 
 
 def attributes_of(obj: Any) -> dict[str, Any]:
     """An object's attributes, those in slots, too."""
-    slots = [name for name in _slots_of(type(obj)) if hasattr(obj, name)]
-    return {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name) for name in slots}}
+    own = getattr(obj, "__dict__", {})
+    slots = _slots_of(type(obj))
+    return {**own, **{name: getattr(obj, name) for name in slots if hasattr(obj, name)}} if slots else own
 
 
 def _slots_of(cls: type) -> list[str]:
+    """The names of a class's slots. Without a list of them in each class there are none."""
     return [
         name
         for one in cls.__mro__

@@ -538,11 +538,30 @@ class Steps:
         return self.taken
 
 
+class Slotted:
+    """The same as an iterator, without a dictionary of its attributes."""
+
+    __slots__ = ("taken",)
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __next__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "torch's": (torch.Generator, lambda its: torch.rand((), generator=its), "drawn from argument 1.*torch.rand"),
     "NumPy's": (lambda: np.random.default_rng(0), lambda its: its.random(), "drawn from argument 1.*torch.rand"),
     "Python's": (lambda: random.Random(0), lambda its: its.random(), "drawn from argument 1.*torch.rand"),
     "in a dict": (lambda: {"g": torch.Generator()}, lambda its: torch.rand((), generator=its["g"]), r"argument 1\['g'"),
+    "map": (
+        lambda: map(float, [1, 2]),
+        map.__next__,
+        "items taken from argument 1.*return it, and pass what comes back",
+    ),
+    "with slots": (Slotted, Slotted.__next__, "another argument 1.taken.*return it, and pass what comes back"),
     "iterator": (lambda: iter([1.0, 2.0]), next, "items taken from argument 1.*return it, and pass what comes back"),
     "object": (Steps, Steps.take, "another argument 1.taken.*return it, and pass what comes back"),
 }
