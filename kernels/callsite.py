@@ -42,8 +42,8 @@ def _is_library(module: str) -> bool:
 def _nearest() -> tuple[FrameType, int]:
     """The nearest caller outside this library, and the `stacklevel` with which our caller would warn there."""
     level, frame = 1, sys._getframe(1)
-    while (above := frame.f_back) is not None and _is_library(frame.f_globals.get("__name__") or ""):
-        level, frame = level + 1, above
+    while frame.f_back is not None and is_ours(frame):
+        level, frame = level + 1, frame.f_back
     return frame, level
 
 
@@ -150,7 +150,4 @@ def warn(problem: str, *, got: object = None, expected: object = None, where: st
 def user_line() -> str:
     """`train.py:12`: file and line of the nearest caller outside this library; its folder is left out."""
     frame, _ = _nearest()
-    return f"{_base_name(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-_base_name = functools.cache(os.path.basename)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -169,10 +169,10 @@ class CompiledCall:
             tensor._spmd_version = count  # type: ignore[attr-defined]  # what `mark` does, for all at once
         net = _net_over(self._session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
-        if first := not self._results.known:
+        if is_new := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
-            first = not (again and has_compiler())  # then other ranks run compiled; what is checked runs in eager mode
             draw_as_eager()
+        first = is_new and not (again and has_compiler())  # others run compiled, and checks in eager mode
         copied = first and not self._session.launched
         captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
         given_objects = GivenObjects(local, self._treedef, self._whole, describe_path) if copied else None

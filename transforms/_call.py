@@ -66,6 +66,11 @@ class Call:
         """Whether the function runs once for each virtual shard, and not once on each rank."""
         return self.plan.virtual is not None and self.plan.virtual.axis in self.over
 
+    @property
+    def runs_on(self) -> str:
+        """What has a part of the samples, as messages call it."""
+        return "virtual shard" if self.in_shards else "rank"
+
     def evaluate(self, args: list[Any], kwargs: dict[str, Any], *, grad: bool = True) -> Output:
         """Call the function with `args` and `kwargs`, which stand for its own arguments."""
         with torch.set_grad_enabled(grad):

@@ -66,7 +66,7 @@ def has_step_hooks() -> bool:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Whether hooks for a tensor's gradient are registered. Public way: none; they can be registered, not listed."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return hooks_gradient(tensor) or bool(tensor._post_accumulate_grad_hooks)
 
 
 def hooks_gradient(tensor: Tensor) -> bool:

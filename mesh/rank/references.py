@@ -131,7 +131,7 @@ def attributes_of(obj: Any) -> dict[str, Any]:
 
 
 def _slots_of(cls: type) -> list[str]:
-    """The names of a class's slots. Without a list of them in each class there are none."""
+    """The names of a class's slots, with those of its bases; none of classes without `__slots__`, as those in C are."""
     return [
         name
         for one in cls.__mro__

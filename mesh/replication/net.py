@@ -188,7 +188,7 @@ class Net:
 
     def view(self, tensor: Tensor, varying: Varying, number: int | None = None) -> None:
         """Note how a tensor differs that shares another's memory."""
-        if (known := self.of(tensor))[:1] + known[2:] != varying[:1] + varying[2:]:  # but for their lines
+        if self.of(tensor)._replace(line=varying.line) != varying:
             self.note(tensor, varying, number)
 
     def made(self, tensor: Tensor, varying: Varying) -> None:

@@ -60,14 +60,18 @@ def mesh(shared_mesh: Callable[..., Mesh]) -> Mesh:
     return shared_mesh({"data": 2})
 
 
-def warned(mesh: Mesh, loss_fn: Callable, params: Any = PARAMS, shards: int | None = None, **options: Any) -> list[str]:
-    """What a step warns of."""
-
+def step_with(mesh: Mesh, loss_fn: Callable, shards: int | None = None, **options: Any) -> Callable:
     @spmd(mesh=mesh)
     @data_parallel(shards=shards)
     def step(params, batch):
         return value_and_grad(loss_fn, **options)(params, batch)
 
+    return step
+
+
+def warned(mesh: Mesh, loss_fn: Callable, params: Any = PARAMS, shards: int | None = None, **options: Any) -> list[str]:
+    """What a step warns of."""
+    step = step_with(mesh, loss_fn, shards, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step(params, BATCH)
@@ -476,11 +480,7 @@ def test_one_rank_and_few_samples(shared_mesh: Callable[..., Mesh]) -> None:
 
 
 def test_it_is_silenced_as_any_warning(mesh: Mesh) -> None:
-    @spmd(mesh=mesh)
-    @data_parallel
-    def step(params, batch):
-        return value_and_grad(lambda p, b: net(p, b).logsumexp((0, 1)) + 4)(params, batch)
-
+    step = step_with(mesh, lambda p, b: net(p, b).logsumexp((0, 1)) + 4)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", ".*is not a mean over samples")
@@ -490,12 +490,7 @@ def test_it_is_silenced_as_any_warning(mesh: Mesh) -> None:
 
 def test_after_a_value_that_is_not_finite(mesh: Mesh) -> None:
     """Nothing can be said of it, so the next ones are looked at."""
-
-    @spmd(mesh=mesh)
-    @data_parallel
-    def step(params, batch):
-        return value_and_grad(lambda p, b: net(p, b).logsumexp((0, 1)) + 6)(params, batch)
-
+    step = step_with(mesh, lambda p, b: net(p, b).logsumexp((0, 1)) + 6)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step({name: leaf * float("nan") for name, leaf in PARAMS.items()}, BATCH)
@@ -507,12 +502,7 @@ def test_after_a_value_that_is_not_finite(mesh: Mesh) -> None:
 
 def test_it_is_told_once(mesh: Mesh) -> None:
     """Not again for parameters that are on the mesh by then, or for batches of another size."""
-
-    @spmd(mesh=mesh)
-    @data_parallel
-    def step(params, batch):
-        return value_and_grad(lambda p, b: net(p, b).logsumexp((0, 1)) + 5)(params, batch)
-
+    step = step_with(mesh, lambda p, b: net(p, b).logsumexp((0, 1)) + 5)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for params, count in ((PARAMS, len(BATCH["x"])), (put(PARAMS, mesh=mesh), len(BATCH["x"])), (PARAMS, 10)):

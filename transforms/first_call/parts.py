@@ -164,14 +164,14 @@ class _Judge:
         got = f"{whole:.6g} for {sum(found.sizes)} samples, and {joined:.6g} as the {made} of those for "
         got += " and ".join(map(str, found.sizes)) + " of them"
         ignore = 'warnings.filterwarnings("ignore", ".*is not a mean over samples")'
-        pieces, alone = ("virtual shards", "virtual shard") if call.in_shards else ("ranks", "rank")
+        part = call.runs_on
         joined_by = "leave shards= out, since collectives can't join shards, and " if call.in_shards else ""
         if by_places:
             got += ", cut as the batch was"
             what = "" if name in ("value", *_SUMS) else f"{name} of "
             problem = (
                 f"{what}{call.name} is not a mean over samples, but goes by their places in the batch (it pairs "
-                f"neighbours, say), and those of a {alone} are not side by side in the whole batch"
+                f"neighbours, say), and those of a {part} are not side by side in the whole batch"
             )
             remedy = (
                 f"make one sample, a row of its own, of what belongs together, or {joined_by}gather the samples, "
@@ -180,7 +180,7 @@ class _Judge:
         elif name not in ("value", *_SUMS):
             problem = (
                 f"{name} of {call.name} is not a mean over samples, and comes back as the mean of those of the "
-                f"{pieces}, which is not what it is of the whole batch"
+                f"{part}s, which is not what it is of the whole batch"
             )
             remedy = (
                 f"return the means that it is computed of, and compute it of these after the step; or {joined_by}"
@@ -190,12 +190,12 @@ class _Judge:
         else:
             of_pair = f"for the {name} of its mean_of is not a sum over them, " if name in _SUMS else ""
             problem = (
-                f"{call.name} is not a mean over samples, {of_pair}and a step on several {pieces}, which takes "
+                f"{call.name} is not a mean over samples, {of_pair}and a step on several {part}s, which takes "
                 "the mean of theirs, is not what it is on one device with the whole batch"
             )
             remedy = (
                 f"return mean_of(total, count), both summed over samples, for a mean with weights; {joined_by}"
                 f"compute what is of the whole batch with psum, pmean or all_gather over {self._axis!r} "
-                f"(docs/losses.md); or, if each {alone}'s own is meant, {ignore}"
+                f"(docs/losses.md); or, if each {part}'s own is meant, {ignore}"
             )
         warn(problem, got=got, remedy=remedy)

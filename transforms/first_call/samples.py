@@ -160,9 +160,8 @@ def _check_sum(call: Call, once: Output, twice: Output, thrice: Output | None, b
         return
     first, second, third = float(once.value), float(twice.value), float(thrice.value)
     if abs((third - second) - (second - first)) <= 1e-3 * abs(second - first):
-        pieces = "virtual shards" if call.in_shards else "ranks"
         raise SpecError(
-            f"{call.name} returns a sum over its samples, and the mean over {pieces} of sums is not that of the "
+            f"{call.name} returns a sum over its samples, and the mean over {call.runs_on}s of sums is not that of the "
             "whole batch",
             got=f"{first:.6g}, and {second:.6g} for every sample twice",
             where=call.where,
@@ -202,10 +201,9 @@ def _warn_of_counts(
         leaf, more = aux.leaves[index], number_or_tensor(again[index])
         if more.shape == leaf.shape and torch.equal(more.to(leaf.dtype), 2 * leaf):
             path = trees.paths(out.aux)[index]
-            pieces = "virtual shards" if call.in_shards else "ranks"
             summed = "" if call.in_shards else f'psum(value, "{min(split)}"), or '
             warn(
-                f"aux{path} of {call.name} is a number of samples, and averaged over {pieces} as floats in aux "
+                f"aux{path} of {call.name} is a number of samples, and averaged over {call.runs_on}s as floats in aux "
                 "are: not that of the whole batch",
                 remedy=f"{summed}return its mean, value / len(batch)",
             )
