@@ -7,6 +7,7 @@ other tasks go on (unless it was interrupted or aborted).
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import select
@@ -35,7 +36,8 @@ from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
 
-IMPORT_SECONDS = 0.05  # until an interrupt that came during an import is tried again
+AGAIN_SECONDS = 0.05  # until an interrupt that came at a bad moment is tried again
+BLOCK_SECONDS = 1.0  # how long a `with` statement may take to begin or end until it is interrupted all the same
 INTERRUPT_SECONDS = 0.3  # between two interrupts of one task, so that the first one's cleaning up is not interrupted
 
 
@@ -55,6 +57,7 @@ class Worker(Owned):
         self._failed = self._running = self._ends = False
         self._held: Any = None  # until the process ends
         self._interrupted_at = 0.0
+        self._asked = 0, 0.0  # the task that was last to be interrupted, and since when
         self.task = 0
         self._sent = 0  # messages over the socket
         self._sending = threading.Lock()
@@ -221,15 +224,17 @@ class Worker(Owned):
         now = time.monotonic()
         if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
             return
-        if _is_importing(frame):
-            later = threading.Timer(IMPORT_SECONDS, self._interrupt_again, (self.task,))
-            later.daemon = True
-            later.start()
+        if self._asked[0] != self.task:
+            self._asked = self.task, now
+        if _is_bad_moment(frame, in_block=now - self._asked[1] < BLOCK_SECONDS):
+            # Not by `threading`: what was stopped by this signal may hold a lock of that module.
+            _thread.start_new_thread(self._interrupt_again, (self.task,))
             return
-        self._interrupted_at = now
+        self._interrupted_at, self._asked = now, (0, 0.0)
         raise KeyboardInterrupt
 
     def _interrupt_again(self, task: int) -> None:
+        time.sleep(AGAIN_SECONDS)
         if self._running and self.task == task:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -278,10 +283,15 @@ def _status_of(error: BaseException) -> int:
     return 1
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: an interrupt could leave modules behind that can't be imported again."""
+def _is_bad_moment(frame: FrameType | None, *, in_block: bool) -> bool:
+    """Whether an interrupt would leave something half done that later calls need.
+
+    That is a module that is being imported, which can't be imported again, and, if `in_block`, a `with` statement that
+    begins or ends: what it has set for its block would stay set.
+    """
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") or (in_block and code.co_name in ("__enter__", "__exit__")):
             return True
         frame = frame.f_back
     return False

@@ -580,6 +580,47 @@ def test_what_shows_the_output_of_ranks_may_close_the_mesh(make_mesh, monkeypatc
     assert "waits up to" not in capfd.readouterr().err
 
 
+class Setting:
+    """Set within a `with` block, at whose beginning or end an interrupt comes."""
+
+    def __init__(self, moment):
+        self.moment, self.is_set = moment, False
+
+    def __enter__(self):
+        self.is_set = True
+        self.interrupt("begins")
+
+    def __exit__(self, *_):
+        self.interrupt("ends")
+        self.is_set = False
+
+    def interrupt(self, moment):
+        if moment == self.moment:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Endless(Setting):
+    def __enter__(self):
+        self.interrupt("begins")
+        time.sleep(HANGS)
+
+
+def test_a_with_statement_is_not_cut_short(make_mesh):
+    """Else what it has set for its block would stay set on that rank, as a gradient's order of collectives did."""
+
+    mesh = make_mesh({"data": 3})
+
+    def stays_set():
+        setting = (Setting("begins"), Setting("ends"), Endless("begins"))[mesh.rank]
+        with contextlib.suppress(KeyboardInterrupt):
+            with setting:
+                pass
+            time.sleep(HANGS)
+        return setting.is_set
+
+    assert mesh.run(stays_set) == [False, False, False]
+
+
 def test_an_import_is_not_cut_short(make_mesh, tmp_path, monkeypatch):
     """A rank that imports while another fails has the whole module, then and afterwards."""
     package = tmp_path / "slowly"
