@@ -95,22 +95,23 @@ def checked_path(what: str, path: Any, remedy: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def checked_rank(rank: Any, size: int) -> int:
+def checked_rank(what: str, rank: Any, size: int) -> int:
     """A rank of a mesh of `size` ranks as a Python integer; refuses anything else."""
     if not is_whole(rank) or not 0 <= rank < size:
-        raise MeshError("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}")
+        remedy = "ranks count from 0; mesh.size is how many there are"
+        raise MeshError("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}", where=what, remedy=remedy)
     return int(rank)
 
 
-def checked_ranks(ranks: Any, size: int) -> list[int]:
+def checked_ranks(what: str, ranks: Any, size: int) -> list[int]:
     """A list of ranks, each as by `checked_rank`; refuses what isn't a list, and ranks that are named twice."""
     if not isinstance(ranks, Iterable) or isinstance(ranks, str) or getattr(ranks, "ndim", 1) == 0:
         remedy = f"write ranks=[{ranks!r}]"
-        raise MeshError("this is no list of ranks", got=f"ranks={ranks!r}", remedy=remedy)
+        raise MeshError("this is no list of ranks", got=f"ranks={ranks!r}", where=what, remedy=remedy)
     ranks = list(ranks)
-    found = [checked_rank(rank, size) for rank in ranks]
+    found = [checked_rank(what, rank, size) for rank in ranks]
     if len(set(found)) < len(found):
-        raise MeshError("a rank is named twice", got=ranks, remedy="name each rank once")
+        raise MeshError("a rank is named twice", got=ranks, where=what, remedy="name each rank once")
     return found
 
 

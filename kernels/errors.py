@@ -41,6 +41,10 @@ class MeshError(SpmdError, RuntimeError):
     """A mesh cannot be made, or is used where it cannot be."""
 
 
+class RankOnly(MeshError, AttributeError):
+    """The driver was asked for an attribute that only ranks have; `hasattr` and `inspect.getmembers` pass over it."""
+
+
 class CollectiveMismatch(SpmdError, RuntimeError):
     """Ranks disagree on which collective comes next; `rank` says who has left the region early, if one has."""
 

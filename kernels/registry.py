@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from .shm.arena import Arena
 from .shm.communicator import ShmCommunicator
 
 Factory = Callable[..., Communicator]
+_ARGUMENTS = ("ranks", "rank", "watch", "store", "timeout", "channel")
 
 
 def _shm(*, ranks: tuple[int, ...], rank: int, watch: Any, store: Any, timeout: float, channel: str) -> Communicator:
@@ -91,12 +93,20 @@ def register_backend(name: str, factory: Factory) -> None:
             communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must accept it.
 
     Raises:
-        SpecError: `name` is not a name, or `factory` not a function.
+        SpecError: `name` is not a name, or `factory` not a function of these arguments.
     """
     if not isinstance(name, str) or name in ("", "auto"):
         expected = 'a name other than "auto", which chooses one'
         raise SpecError("register_backend got a bad name", got=repr(name), expected=expected)
     check_function("register_backend", factory, "register_backend(name, factory)")
+    try:
+        inspect.signature(factory).bind(**dict.fromkeys(_ARGUMENTS))
+    except ValueError:  # a function in C that does not say what it takes
+        pass
+    except TypeError as error:
+        expected = f"one that takes {', '.join(f'{argument}=' for argument in _ARGUMENTS)}"
+        got, remedy = f"{factory!r}: {error}", "write def factory(**arguments), and return a Communicator"
+        raise SpecError("register_backend got a bad factory", got=got, expected=expected, remedy=remedy) from None
     _FACTORIES[name] = factory
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..kernels.arguments import is_whole, plain_text
 from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
-from ..kernels.errors import MeshError
+from ..kernels.errors import MeshError, RankOnly
 from . import running
 from .display import drawing, stacks, status
 from .driver.open_sessions import close_quietly
@@ -222,7 +222,7 @@ class Mesh:
     @property
     def session(self) -> RankSession:
         if self._rank_session is None:
-            raise MeshError("this needs a rank, and the driver is none", remedy="call it inside mesh.run")
+            raise RankOnly("this needs a rank, and the driver is none", remedy="call it inside mesh.run")
         if self._rank_session.closed:
             raise MeshError("this mesh is closed", where=self.describe(), remedy="make a new Mesh")
         return self._rank_session

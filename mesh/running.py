@@ -39,6 +39,9 @@ REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replace
 
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
+    found = getattr(type(mesh), name, None)
+    if isinstance(found, property):  # one that has raised a RankOnly, for which Python asks here: raise it again
+        found.__get__(mesh)
     raise no_attribute(mesh, name, OF_MESHES)
 
 
@@ -94,7 +97,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
     """
     check_function("mesh.run", fn, "mesh.run(function, *args)")
     layout = self.layout
-    chosen = _checked(self, ranks)
+    chosen = _checked(self, "mesh.run", ranks)
     key = (self.seed, "run", self.run_state.next_run())
     if counted.thread.asked:
         counted.note_mesh(self)
@@ -130,7 +133,7 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
     """
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
     layout = self.layout
-    (chosen,) = _checked(self, [rank])
+    (chosen,) = _checked(self, "mesh.submit", [rank])
     future: Future = _Running()
     future.set_running_or_notify_cancel()
     if self.is_driver:
@@ -193,7 +196,7 @@ def _message(
     return functools.partial(protocol.CallFunction, function=shipped.key), content
 
 
-def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
+def _checked(mesh: MeshView, what: str, ranks: Sequence[int] | None) -> list[int]:
     region = current()
     if region is not None and region.session.is_apart:
         problem = "mesh.run and mesh.submit were called by a method of a remote object"
@@ -202,7 +205,7 @@ def _checked(mesh: MeshView, ranks: Sequence[int] | None) -> list[int]:
         raise MeshError(
             "mesh.run and mesh.submit were called inside a region", remedy="call the function directly there"
         )
-    return list(range(mesh.size)) if ranks is None else checked_ranks(ranks, mesh.size)
+    return list(range(mesh.size)) if ranks is None else checked_ranks(what, ranks, mesh.size)
 
 
 @public
@@ -223,7 +226,8 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
     if not callable(cls):
         raise MeshError("mesh.remote makes objects of a class", got=repr(cls), remedy="pass a class")
     remedy = "write restore=True, or leave it out; an argument of the class: functools.partial(cls, restore=...)"
-    rank, restore = checked_rank(rank, self.size), checked_flag("mesh.remote", "restore", restore, remedy)
+    rank = checked_rank("mesh.remote", rank, self.size)
+    restore = checked_flag("mesh.remote", "restore", restore, remedy)
     label = getattr(cls, "__name__", type(cls).__name__)
     functions = [each for each in vars(cls).values() if inspect.isfunction(each)] if inspect.isclass(cls) else [cls]
     sources: dict[str, list[str]] = {}

@@ -73,6 +73,7 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "is_cpu": lambda x: torch.device(x.mesh.device).type == "cpu",
     "is_cuda": lambda x: torch.device(x.mesh.device).type == "cuda",
     "is_leaf": lambda x: True,
+    "local": lambda x: Array.local.__get__(x),  # raises again, after the property has: see RankOnly
     "is_nested": lambda x: False,
 }
 _OF_GRADIENTS = frozenset(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError
+from ...kernels.errors import MeshError, RankOnly
 from .. import protocol
 from ..array import Array, Meta, meta, refuse_ragged
 from ..batch import Deal
@@ -218,7 +218,7 @@ class CallValues:
         return self.settle()[index]
 
     def local(self, index: int) -> torch.Tensor:
-        raise MeshError("the driver is not a rank and holds no shard", remedy="use .shards() for all, or .full()")
+        raise RankOnly("the driver is not a rank and holds no shard", remedy="use .shards() for all, or .full()")
 
     def _fetch(self, indexes: Sequence[int], layout: Layout, ranks: Sequence[int] | None = None) -> list[Any]:
         self.settle()

@@ -128,7 +128,7 @@ class RankSession(Owned):
             return self.comm(axis)
         if axis is not None:
             raise MeshError('comm got both "axis" and "ranks"', remedy="give one of them")
-        group = tuple(checked_ranks(ranks, self.layout.size))
+        group = tuple(checked_ranks("mesh.comm", ranks, self.layout.size))
         if self.rank not in group:
             raise MeshError(
                 "comm was called on a rank that is not of the group",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import pickle
 import time
 import weakref
@@ -18,7 +19,8 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ...kernels.errors import MeshError, PeerLost
+from ...kernels.arguments import is_number
+from ...kernels.errors import MeshError, PeerLost, SpecError
 from .. import wire
 from ..rank.interrupts import raised_by_handler, uninterrupted
 from . import answers
@@ -215,6 +217,9 @@ class Caller:
             the future's error; TimeoutError; MeshError: the waiting method waits for itself.
         """
         self.check_own()
+        if timeout is not None and (not is_number(timeout) or math.isnan(timeout)):
+            expected = "a number of seconds, or None for as long as it takes"
+            raise SpecError("a Ref got a bad timeout", got=repr(timeout), expected=expected, remedy="write timeout=10")
         if future.done():
             return future.result()
         if self._post.is_serving_thread():

@@ -116,7 +116,7 @@ def retire(self: MeshView, rank: int) -> None:
     _refuse_on_ranks(self, "retire")
     with one_at_a_time(self):
         layout = self.layout
-        rank = checked_rank(rank, layout.size)
+        rank = checked_rank("mesh.retire", rank, layout.size)
         axis = layout.batch_axis
         if layout.axes[axis] == 1:
             problem = f"the mesh has nothing left without rank {rank}: axis {axis!r} has one place"

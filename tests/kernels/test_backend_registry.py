@@ -23,7 +23,7 @@ from bodies import (
 from oracle import reduced, same, value
 from patience import soon
 
-from spmd import CollectiveMismatch, Mesh, MeshError, register_backend
+from spmd import CollectiveMismatch, Mesh, MeshError, SpecError, register_backend
 from spmd.kernels import registry
 from spmd.kernels.communicator import Communicator
 from spmd.kernels.operations import Steps
@@ -176,6 +176,14 @@ def test_unknown_name() -> None:
         Mesh({"data": 1}, backend="smoke-signals")
     with pytest.raises(MeshError, match=r"'smoke-signals'.*register_backend"):
         make_communicator("smoke-signals")
+
+
+def test_a_factory_that_takes_other_arguments() -> None:
+    with pytest.raises(SpecError, match=r"register_backend got a bad factory .*ranks=, rank=, .*got <class 'object'>"):
+        register_backend("plain", object)
+    with pytest.raises(SpecError, match=r"missing a required argument: 'size'"):
+        register_backend("plain", lambda size, **arguments: None)
+    assert "plain" not in backends()
 
 
 def test_a_factory_that_makes_nothing(make_mesh: Callable[..., Mesh]) -> None:

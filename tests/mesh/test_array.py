@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -136,6 +137,17 @@ def test_parameters_keep_what_they_are(mesh):
 def test_the_driver_holds_no_shard(mesh):
     with pytest.raises(MeshError, match=r"the driver is not a rank and holds no shard: use \.shards"):
         put(torch.ones(2), mesh=mesh).local  # noqa: B018
+    with pytest.raises(MeshError, match=r"this needs a rank, and the driver is none: call it inside mesh\.run"):
+        mesh.device_mesh  # noqa: B018
+
+
+def test_tools_can_list_attributes(mesh):
+    """As debuggers, mocks and completions do; those that only ranks have are passed over."""
+    array = put(torch.ones(2), mesh=mesh)
+    assert not hasattr(array, "local") and not hasattr(mesh, "device_mesh")
+    assert {"shape", "spec", "full"} <= dict(inspect.getmembers(array)).keys()
+    assert {"axes", "size", "run"} <= dict(inspect.getmembers(mesh)).keys()
+    assert mesh.run(lambda: "local" in dict(inspect.getmembers(array))) == [True] * mesh.size
 
 
 def test_an_array_stays_where_it_is(mesh):

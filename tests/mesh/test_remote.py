@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import signal
 import socket
@@ -341,6 +342,9 @@ def test_what_is_refused(mesh: Mesh) -> None:
         tensors.total(threading.Lock())
     with pytest.raises(MeshError, match="no such rank"):
         mesh.remote(Counter, rank=2)
+    for timeout in ("x", math.nan):  # of which the second would never be over
+        with pytest.raises(SpecError, match=r"a Ref got a bad timeout .*seconds.*got ('x'|nan)"):
+            tensors.where().get(timeout=timeout)
     with pytest.raises(MeshError, match="cannot communicate"):
         mesh.remote(lambda: mesh.comm().barrier(), rank=0)
     with pytest.raises(MeshError, match="as an argument"):
