@@ -97,7 +97,7 @@ def run(arguments: list[str]) -> int:
 
     from ..mesh.rank.memory import tunables
     from . import one_host
-    from .options import problem_of
+    from .options import problem_of, unknown_plugin
     from .temporary import temporary_folder
 
     # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
@@ -106,15 +106,25 @@ def run(arguments: list[str]) -> int:
     options = parse(arguments)
     problem = problem_of(options)
     if problem is not None:
-        print(f"usage: {USAGE}\nspmd run: error: {problem}", file=sys.stderr)
-        return 2
+        return _refused(problem)
     with contextlib.ExitStack() as stack:
         if options.standalone:
             options.standalone, options.rdzv_backend, options.rdzv_endpoint = False, one_host.BACKEND, "localhost"
             stack.enter_context(one_host.meeting_place())
         if not options.log_dir and options.redirects == options.tee == "0":  # no logs, but torch would leave a folder
             options.log_dir = str(stack.enter_context(temporary_folder("run")))
-        return _launched(launch, options)
+        try:
+            return _launched(launch, options)
+        except ValueError:
+            problem = unknown_plugin(options)
+            if problem is None:
+                raise
+            return _refused(problem)
+
+
+def _refused(problem: str) -> int:
+    print(f"usage: {USAGE}\nspmd run: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def _launched(launch: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

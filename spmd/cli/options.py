@@ -6,6 +6,7 @@ Torch's own functions read the values here, so that what it takes is never refus
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from ..mesh.launch.arguments import MOST_RANKS
+from .one_host import BACKEND
 
 _STREAMS = "0 to 3, or such a number for some local ranks, as in 0:3,1:1"
 
@@ -47,6 +49,23 @@ def problem_of(options: argparse.Namespace) -> str | None:
         if not good:
             return f"argument --{name.replace('_', '-')}: expected {expected}, got {str(value)!r}"
     return None
+
+
+def unknown_plugin(options: argparse.Namespace) -> str | None:
+    """Which option names what nobody has installed, after torch's launcher has refused that; None if none does."""
+    backends = {"c10d", "etcd", "etcd-v2", "static", *_installed("torchrun.handlers")}
+    if options.rdzv_backend not in (*backends, BACKEND):
+        expected = f"one of {', '.join(sorted(backends))}"
+        return f"argument --rdzv-backend: expected {expected}, got {options.rdzv_backend!r}"
+    logs = _installed("torchrun.logs_specs")
+    if options.logs_specs is not None and options.logs_specs not in logs:
+        expected = f"one of {', '.join(sorted(logs))}" if logs else "none, as no package with one is installed"
+        return f"argument --logs-specs: expected {expected}, got {options.logs_specs!r}"
+    return None
+
+
+def _installed(group: str) -> set[str]:
+    return {found.name for found in importlib.metadata.entry_points(group=group)}
 
 
 def _is_hosts(text: str) -> bool:

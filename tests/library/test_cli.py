@@ -177,6 +177,8 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
         "--rdzv-conf a=1,b",
         "--tee 4",
         "--redirects all",
+        "--rdzv-backend own",
+        "--logs-specs own",
     ],
 )
 def test_bad_values_of_torchrun_s_options_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
