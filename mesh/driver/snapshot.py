@@ -3,7 +3,8 @@
 Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
-their parameters. A change deeper than that, or in a large container or NumPy array, is not noticed.
+their parameters, and deeper or larger containers of numbers and texts alone. A change of anything else deeper than
+that, or in a large container or NumPy array, is not noticed.
 The snapshot records where it read something, so that later checks read the same places again.
 Invariant: a snapshot keeps nothing alive except small built-in values and containers too deep to look into.
 """
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import linecache
+import marshal
 import operator
 import types
 import weakref
@@ -31,6 +33,7 @@ from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, 
 
 _LOOKED_AT = 4096  # values at most
 _DEEPEST = 16  # levels of what can't be pickled are searched for the cause
+_TEXT = 16  # characters of a text that count as a value
 _ARRAY_BYTES = 1 << 16  # NumPy arrays up to this size are compared by content
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
@@ -54,13 +57,17 @@ class Snapshot:
         found, depths = [function], [0]
         seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was found, and its index there
         into: set[int] = set()  # containers whose entries are compared, so that their identity does not matter
-        at = 0
+        at, plain = 0, _LOOKED_AT  # numbers and texts that may still be looked through, where nothing else is
         while at < len(found):
             obj, depth = found[at], depths[at]
             at += 1
             if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
                 continue
             readers = _readers_of(obj, depth)
+            if not readers and isinstance(obj, CONTAINERS):
+                is_plain, count = _look_through(obj, plain)
+                plain -= count
+                readers = [(_content_of, DEPTH)] if is_plain else []
             is_read = bool(readers) and isinstance(obj, CONTAINERS)
             if is_read:
                 into.add(at - 1)
@@ -139,6 +146,29 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
 
 def _changes_of_one(tensor: Any) -> list[Any]:
     return [_changes_of([tensor])]
+
+
+def _look_through(container: Any, most: int) -> tuple[bool, int]:
+    """Whether a container has nothing but numbers and texts, at any depth, and how many values tell; `most` at most."""
+    left, count = [container], 0
+    while left and count + len(left) <= most:
+        one = left.pop()
+        count += 1 + (len(one) // _TEXT if isinstance(one, str | bytes) else 0)
+        if type(one) is dict:
+            left += [*one, *one.values()]
+        elif type(one) in (list, tuple, set):
+            left += one
+        elif type(one) not in SCALARS:
+            return False, count
+    return not left, count
+
+
+def _content_of(container: Any) -> list[Any]:
+    """The bytes of such a container; none if it has something else by now."""
+    try:
+        return [marshal.dumps(container, 2)]  # the last version that does not depend on who else refers to an entry
+    except ValueError:
+        return []
 
 
 def _bytes_in(array: Any) -> list[Any]:

@@ -54,7 +54,14 @@ def names_of(treedef: optree.PyTreeSpec) -> list[str]:
 def _members(which: Any, names: list[str], leaves: list[Any], treedef: optree.PyTreeSpec, number: int) -> list[bool]:
     if callable(which):
         named = zip(names, leaves, strict=True)
-        return [isinstance(leaf, Tensor) and bool(which(name, leaf)) for name, leaf in named]
+        try:
+            return [isinstance(leaf, Tensor) and bool(which(name, leaf)) for name, leaf in named]
+        except TypeError as error:  # of a regular expression's search, the second argument is a position
+            raise SpecError(
+                f'"params" of groups[{number - 1}] is a function that fails for a name and a parameter',
+                got=f"{type(error).__name__}: {error}",
+                remedy='write lambda name, p: ..., such as "params": lambda name, p: name.endswith("bias")',
+            ) from error
     if isinstance(which, list | tuple | set | frozenset) and all(isinstance(name, str) for name in which):
         if unknown := sorted({*which} - {*names}):
             problem = f"groups[{number - 1}] names {unknown[0]!r}, which is no parameter"

@@ -2,6 +2,7 @@
 
 import doctest
 import pickle
+import re
 import sys
 
 import cloudpickle
@@ -397,6 +398,9 @@ def test_what_is_refused_with_the_parameters():
         optimizer(optim.AdamW, groups=[{"params": ["v"], "lr": 1.0}]).init(params)
     with pytest.raises(SpecError, match=r"of groups\[0\] does not fit the parameters"):
         optimizer(optim.AdamW, groups=[{"params": {"v": True}, "lr": 1.0}]).init(params)
+    for which in (re.compile("w").search, lambda name: name == "w"):
+        with pytest.raises(SpecError, match=r"of groups\[0\] is a function that fails for a name .*lambda name, p: "):
+            optimizer(optim.AdamW, groups=[{"params": which, "lr": 1.0}]).init(params)
     with pytest.raises(SpecError, match=r"groups are given to optimizer .*write optimizer\(\.\.\., groups="):
         optimizer(optim.AdamW).init([{"params": [params["w"]], "weight_decay": 0.0}])
     assert optimizer(optim.AdamW).init([{"params": params["w"]}])["state"] == {}  # a tree like another

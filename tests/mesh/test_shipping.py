@@ -245,11 +245,27 @@ def test_arrays_in_place():
 def test_how_deep_and_how_far_it_looks():
     deep = {"1": {"2": {"3": {"4": {"5": 0}}}}}
     assert changed(lambda: deep, lambda: deep["1"]["2"]["3"].update(other=1))
+    deep["1"]["2"]["3"]["4"]["6"] = types.SimpleNamespace(rate=1)
     assert not changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"].update({"5": 1}))  # the documented limit
-    long = list(range(references.LOOKED_INTO + 1))
-    assert not changed(lambda: long, lambda: long.append(1))
+    long = [types.SimpleNamespace(rate=1) for _ in range(references.LOOKED_INTO + 1)]
+    assert not changed(lambda: long, lambda: setattr(long[0], "rate", 2))
     wide = [[list(range(200)) for _ in range(200)] for _ in range(200)]
     assert Snapshot(lambda: wide).size < 3 * shipping._LOOKED_AT
+
+
+def test_numbers_and_texts_alone_are_seen_at_any_depth():
+    """And in longer containers, which keep their length."""
+    deep = {"1": {"2": {"3": {"4": {"5": [0, {"6": "a"}]}}}}}
+    assert changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"]["5"][1].update({"6": "b"}))
+    many = references.LOOKED_INTO + 1
+    long, table, members = [0.5] * many, dict.fromkeys(range(many), 0.5), set(range(many))
+    assert changed(lambda: long, lambda: long.insert(0, long.pop() + 1))
+    assert changed(lambda: table, lambda: table.update({many - 1: 1.0}))
+    assert changed(lambda: members, lambda: (members.remove(0), members.add(-1)))
+    assert changed(lambda: long, lambda: long.append([torch.ones(2)]))
+    assert not changed(lambda: (deep, long, table, members), lambda: None)
+    longest = [0.5] * (shipping._LOOKED_AT + 1)
+    assert not changed(lambda: longest, lambda: longest.insert(0, longest.pop() + 1))  # the documented limit
 
 
 def test_numbers_that_are_not_equal_to_themselves():

@@ -63,24 +63,35 @@ class Repeated:
         return self.of(torch.arange(self.count, device="cpu").repeat(count), more, record=count == 1)
 
     def of(
-        self, samples: Tensor, more: Sequence[Tensor] = (), *, record: bool = False, alike: bool = False
+        self,
+        samples: Tensor,
+        more: Sequence[Tensor] = (),
+        *,
+        record: bool = False,
+        alike: bool = False,
+        backward: Callable[[Output, list[Tensor]], None] | None = None,
     ) -> Output | None:
         """What it returns for the samples of these indexes; None if it can't be evaluated.
 
         Args:
             record: these are all samples in their order; record the random numbers that later evaluations get.
             alike: all samples get the random numbers of the first one, so that it doesn't matter whose is which.
+            backward: is given what it returned, with its graph, and the leaves without rows that it is differentiated
+                by, to take their gradients.
         """
         rows = {id(leaf) for leaf in (*self._rows, *more)}
         rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
         primals = {id(argument.primal) for argument in self._call.arguments} - rows
         net = active()
         used: set[int] = set()
+        replicas: dict[int, Tensor] = {}
 
         def replace(leaf: Any) -> Any:
             if id(leaf) in primals and isinstance(leaf, Tensor):  # else a hook for its gradient would be there twice
-                replica, axes = leaf.detach().requires_grad_(), marked(leaf)
-                return replica if axes is None else mark(replica, axes)
+                if id(leaf) not in replicas:
+                    replica, axes = leaf.detach().requires_grad_(), marked(leaf)
+                    replicas[id(leaf)] = replica if axes is None else mark(replica, axes)
+                return replicas[id(leaf)]
             if id(leaf) not in rows:
                 self.knows_count = self.knows_count or (type(leaf) is int and leaf == self.count)
                 has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.count
@@ -102,7 +113,9 @@ class Repeated:
                     return None
                 with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
-                    out = call.evaluate(list(args), kwargs, grad=self._with_grad)
+                    out = call.evaluate(list(args), kwargs, grad=self._with_grad or backward is not None)
+                    if backward is not None:
+                        backward(out, list(replicas.values()))
                     if not mode.is_over:  # it drew fewer times (it loops over samples?): the numbers were not theirs
                         return None
                     return dataclasses.replace(out, value=out.value.detach(), aux=trees.map(_detached, out.aux))

@@ -24,6 +24,7 @@ from .._auxiliary import Auxiliary
 from .._call import Call, Output
 from .parts import FEWEST, look_at_parts
 from .repeated import Repeated
+from .slopes import look_at_slopes
 
 
 def look_at_samples(
@@ -65,7 +66,9 @@ def look_at_samples(
         net = active()
         is_counted = net is not None and out.count is not None and bool(net.of(out.count).statistic)
         averaged = {} if are_counts else _averaged(out, aux, split)
-        return look_at_parts(call, again, once, rows, min(split), averaged, is_counted=is_counted)
+        if look_at_parts(call, again, once, rows, min(split), averaged, is_counted=is_counted):
+            return True
+        return look_at_slopes(call, again, rows)
     return False
 
 
