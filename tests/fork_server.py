@@ -3,7 +3,7 @@
 For tests of what programs do. A process that imports torch costs more than most of these tests, and one that makes a
 mesh would import it twice, in its zygote, too; so a program gets a zygote that was forked with it. Tests that use
 `subprocess` cover a start from nothing. Invariant: a program can tell only by how soon it begins, and ends (see
-`_quickly`).
+`_quickly`). With FORKED_CHILDREN among its variables the Pythons that it starts itself are forks, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from internals import local_hosts
 from patience import HANGS
 
 _LENGTH = struct.Struct("I")
@@ -51,7 +52,7 @@ class Program(subprocess.Popen):
         super().__init__(command, **options)
 
     def _execute_child(self, *given: Any) -> None:  # Popen's, which has made the pipes, and closes its own ends
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        names = list(inspect.signature(super()._execute_child).parameters)
         told = dict(zip(names, given, strict=True))
         ends = [told[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         try:
@@ -94,13 +95,17 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 class ForkServer:
     """The process that all are forked from."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        """Start one, or use the one that already serves at the other end of a connection."""
+        self._lock = threading.Lock()
+        if connection is not None:
+            self._socket = connection
+            return
         self._socket, theirs = socket.socketpair()
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": _tunables()}
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ)
-        self._lock = threading.Lock()
 
     def ask(self, fds: Sequence[int], **request: Any) -> int:
         text = json.dumps(request).encode()
@@ -245,6 +250,15 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
 
     os.chdir(request["cwd"])
     environ = request["environ"]
+    if environ.pop("FORKED_CHILDREN", None):
+        ours, theirs = socket.socketpair()
+        if os.fork() == 0:
+            ours.close()
+            if (child := _served(theirs)) is None:
+                os._exit(0)
+            return _become(child, theirs)
+        theirs.close()
+        _fork_pythons(ForkServer(ours))
     os.environ.clear()
     os.environ.update(environ)
     sys.path[0:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -271,7 +285,7 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
             sys.path.insert(0, os.getcwd())
             sys.argv = arguments[1:]
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            return
+            return None
         if kind == "-c":
             sys.path.insert(0, "")
             sys.argv = ["-c", *arguments[2:]]
@@ -287,6 +301,19 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
         trace = error.__traceback__ and error.__traceback__.tb_next  # without this file
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def _fork_pythons(server: ForkServer) -> None:
+    """Let this program start Python, and hosts of its meshes, by forks; with options of Python it starts it anew."""
+    new = subprocess.Popen
+
+    def popen(args: Any, **options: Any) -> subprocess.Popen:
+        python = list(map(str, args)) if not isinstance(args, str) and args[0] == sys.executable else []
+        forked = python[1:] and (python[1] in ("-c", "-m", "-u", "-W") or not python[1].startswith("-"))
+        return server.run(python, **options) if forked else new(args, **options)
+
+    local_hosts(server.run).__enter__()
+    subprocess.Popen = popen  # type: ignore[misc,assignment]
 
 
 _end: Callable[[], None] | None = None  # of a program: what it does in the end

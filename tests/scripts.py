@@ -17,6 +17,8 @@ from patience import HANGS, until
 HERE = str(Path(__file__).parent)  # so that programs find the tests' helpers
 ENDS_WHOLLY = {"ENDS_WHOLLY": "1"}  # `env` of a fork that tears down all modules at its end, as a new Python does
 
+FORKED_CHILDREN = {"FORKED_CHILDREN": "1"}  # `env` of a fork whose own Pythons are forks, too: ranks, hosts, scripts
+
 
 @contextlib.contextmanager
 def started(

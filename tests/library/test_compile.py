@@ -540,7 +540,7 @@ def test_parameters_in_branches_of_cond(shared_mesh):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("check", ["first", pytest.param("never", marks=pytest.mark.long)])
 def test_a_new_rank_computes_compiled_as_the_others_do(make_mesh, check):
     """The first call of a signature is in eager mode: not that of a rank that joins when the others run compiled."""
     mesh = make_mesh({"data": 2})

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import end_within, quick
-from scripts import left_in_shm, run, started
+from scripts import FORKED_CHILDREN, left_in_shm, run, started
 
 from spmd import Mesh, P, axis_index, pmax, psum, put, spmd
 
@@ -50,7 +50,8 @@ def blocks_of(page: Path) -> list[Block]:
 def test_block_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.source)
-    status, out, err = run("-W", "error", str(script), cwd=tmp_path, env=ENVIRON)
+    environ = {**ENVIRON, **(FORKED_CHILDREN if "hosts=" in block.source else {})}
+    status, out, err = run("-W", "error", str(script), cwd=tmp_path, env=environ)
     assert (status, err) == (0, "")
     if block.output is not None:
         assert out == block.output

@@ -269,23 +269,25 @@ import sys
 from spmd import Mesh
 
 look = lambda: (tuple(sys.flags), set(sys.warnoptions), sys._xoptions)
-for hosts in (None, "local:1x2"):
+for hosts in (None, *sys.argv[1:]):
     with Mesh({"data": 2}, hosts=hosts) as mesh:
         print(mesh.run(look) == [look(), look()])
 """
+LOCAL = "local:1x2"
 
 
 @pytest.mark.long
 def test_ranks_have_the_options_of_python(tmp_path):
     """Those by which a program means something else: no assertions (torch is compiled anew), warnings as errors."""
     flags = "-Ob" if sys.version_info < (3, 11) else "-ObP"
-    code, out, err = run(flags, "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), fresh=True)
+    code, out, err = run(flags, "-X", "dev", "-W", "error::UserWarning", script(tmp_path, OPTIONS), LOCAL, fresh=True)
     assert (code, out) == (0, "True\nTrue\n"), err
 
 
-def test_variables_and_folders_that_python_was_told_to_ignore_are_ignored(tmp_path):
+@pytest.mark.parametrize("hosts", [[], pytest.param([LOCAL], marks=pytest.mark.long)], ids=["here", LOCAL])
+def test_variables_and_folders_that_python_was_told_to_ignore_are_ignored(tmp_path, hosts):
     """With them it could not even start."""
     (tmp_path / "sitecustomize.py").write_text("print('not meant')")
     environ = {"PYTHONHOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
-    code, out, err = run("-I", script(tmp_path, OPTIONS), env=environ, fresh=True)
-    assert (code, out) == (0, "True\nTrue\n"), err
+    code, out, err = run("-I", script(tmp_path, OPTIONS), *hosts, env=environ, fresh=True)
+    assert (code, out) == (0, "True\n" * (1 + len(hosts))), err

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts import ENDS_WHOLLY, HERE, launched, run, script
+from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HERE, launched, run, script
 from torch_programs import PROGRAMS, SLOW
 
 RANKS = 2
@@ -152,7 +152,7 @@ def test_a_program_that_ends_amid_a_callback_ends_well(tmp_path: Path) -> None:
 def test_the_program_of_the_page_under_torchrun() -> None:
     docs = Path(HERE).parent / "docs"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-    code, out, err = run(*launcher, str(docs / "torch" / "train.py"))
+    code, out, err = run(*launcher, str(docs / "torch" / "train.py"), env=FORKED_CHILDREN)
     assert code == 0, err
     assert f"```text\n{out}```" in (docs / "torch_distributed.md").read_text()
 

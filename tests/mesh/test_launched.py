@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from fork_server import shared_server
-from scripts import ENDS_WHOLLY, HANGS, run, script
+from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HANGS, run, script
 
 COMMON = """
 import gc
@@ -252,7 +252,7 @@ def told(tmp_path_factory) -> dict[str, dict[int, object]]:
     """What the ranks of one launched program told, by subject and rank."""
     folder = tmp_path_factory.mktemp("launched")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _, out, err = run(*launcher, script(folder, LAUNCHED), str(folder))
+    _, out, err = run(*launcher, script(folder, LAUNCHED), str(folder), env=FORKED_CHILDREN)
     found: dict[str, dict[int, object]] = {}
     for rank in (0, 1):
         for line in (folder / str(rank)).read_text().splitlines():
@@ -398,7 +398,7 @@ if mesh.rank == 0:
 def test_a_number_that_counts_calls_does_not_make_each_a_first_call(tmp_path):
     """Values may be flags: the first eight, the 9th and the 17th are taken for such."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _, out, _ = run(*launcher, script(tmp_path, COUNTED))
+    _, out, _ = run(*launcher, script(tmp_path, COUNTED), env=FORKED_CHILDREN)
     assert out.splitlines()[-1] == str([number < 9 or number == 16 for number in range(20)])
 
 
@@ -437,5 +437,5 @@ else:
 def test_other_shapes_do_not_make_a_call_a_first_call(tmp_path):
     """As with a driver: batches of many lengths would cost many times as much. To define it anew for each does."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _, out, _ = run(*launcher, script(tmp_path, OTHER_LENGTHS))
+    _, out, _ = run(*launcher, script(tmp_path, OTHER_LENGTHS), env=FORKED_CHILDREN)
     assert out.splitlines()[-1] == str([True, *[False] * 6, "SpecError", "each of the last 200 calls of <lambda> was"])

@@ -35,8 +35,8 @@ def own_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield running
 
 
-# These three start ranks in every way there is; the other blocks say the same otherwise.
-ALWAYS = ("spmd run -n 2 --nnodes", "torchrun", "mpirun")
+# `spmd run` on one host is in tests below, and of restarts and attacks; the other blocks say the same otherwise.
+ALWAYS = ("torchrun", "mpirun")
 LONG = [pytest.param(way, marks=pytest.mark.long) for way in launchers.WAYS if way not in ALWAYS]
 
 

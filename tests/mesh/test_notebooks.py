@@ -382,7 +382,7 @@ NAMES = [
     "5_a_longer_run",
     "6_several_hosts",
 ]
-LONG = ("2_character_transformer", "5_a_longer_run")
+LONG = ("2_character_transformer", "5_a_longer_run", "6_several_hosts")
 
 
 def outputs(path: Path) -> list[list[dict[str, Any]]]:
