@@ -161,21 +161,6 @@ class _Join:
         all_differ = all(whole.origins for whole, _ in self.reads)
         return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
 
-    def _of_output(self, index: int, count: int, tensor: Tensor) -> Varying:
-        """How a new tensor, in entry `index` of `count` results, varies."""
-        varying, samples = self._at(index, count), self._net.samples
-        if samples > 1 and varying.origins and varying.row is None:
-            here = f"{self._operator.name} at {varying.line}"
-            if self._joins_samples(index, tensor):
-                varying = varying._replace(statistic=here)
-            elif (row := sample_of(*self._call, samples, index)) is not None:
-                varying = varying._replace(row=row)
-            if chooses(*self._call):
-                varying = varying._replace(chosen=here)
-            elif varying.chosen and tensor.shape[:1] == (samples,):  # put back, or summed by sample
-                varying = varying._replace(chosen="")
-        return varying
-
     def settle(self, result: Any) -> None:
         """Note how what the operation wrote, and what it returned, varies."""
         net, name, overwrites = self._net, self._operator.name, self._operator.overwrites
@@ -192,7 +177,17 @@ class _Join:
         for index, count, tensor in _entries(result):
             if id(tensor) in changed:
                 continue
-            varying = self._of_output(index, count, tensor)
+            varying = self._at(index, count)
+            if net.samples > 1 and varying.origins and varying.row is None:
+                here = f"{name} at {varying.line}"
+                if self._joins_samples(index, tensor):
+                    varying = varying._replace(statistic=here)
+                elif (row := sample_of(*self._call, net.samples, index)) is not None:
+                    varying = varying._replace(row=row)
+                if chooses(*self._call):
+                    varying = varying._replace(chosen=here)
+                elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
+                    varying = varying._replace(chosen="")
             key = _key(tensor)
             if key in self._inputs:
                 net.view(tensor, varying, self._inputs[key])
