@@ -210,20 +210,8 @@ def combine(
     causes = {rank: failure for rank, failure in sorted(failures.items()) if failure.kind == "error"}
     lost = {rank: how for rank, how in lost.items() if rank not in causes or not causes[rank].ends}
     if lost:
-        ranks = sorted(lost)
-        ends = "; ".join(f"rank {rank} {lost[rank]}" for rank in ranks)
         waiting = sorted(rank for rank, failure in failures.items() if failure.kind == "aborted")
-        others = f"; {ranks_text(waiting)} waited for it and gave up" if waiting else ""
-        lost_error = PeerLost(
-            f"{ends}{others}",
-            where=mesh,
-            remedy=remedy or "the mesh has replaced it and goes on; a value lost with it says so when it is used",
-            rank=ranks[0],
-        )
-        if causes:
-            report = [f"on {ranks_text([rank])} of {mesh}:\n{failure.traceback}" for rank, failure in causes.items()]
-            lost_error.__cause__ = _remote(report)
-        return lost_error
+        return _of_lost(lost, causes, waiting, mesh, remedy)
     if not causes and interrupted:
         return MeshError("this call was interrupted, and has no results", where=mesh, remedy="call it again")
     if not causes and (aborted := unexplained(failures)):
@@ -231,23 +219,18 @@ def combine(
         return RemoteError(problem, where=mesh, remedy="see what that rank does, or waits for")
     if not causes:
         return KeyboardInterrupt()  # on one rank alone, or on all launched ranks
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, failure in causes.items():
-        # Texts that differ in numbers only (a rank, a size, an address) tell the same story.
-        groups.setdefault((failure.type_name, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.text)), []).append(rank)
-    order = sorted(groups, key=lambda key: (_distance(causes[groups[key][0]], failures), groups[key][0]))
-    first = causes[groups[order[0]][0]]
+    first_ranks, *other_groups = _groups(causes, failures)
+    first, who = causes[first_ranks[0]], ranks_text(first_ranks)
     error = original(first)
-    who = ranks_text(groups[order[0]])
     if isinstance(error, SystemExit) and not error.code:  # raised here, it would end the program as if all were well
         problem = f"{who} called sys.exit({'' if error.code is None else repr(error.code)}) in a call of the mesh"
         error = RemoteError(problem, where=mesh, remedy="return from the function, or raise an error")
     report = [f"on {who} of {mesh}:\n{first.traceback}"]
-    for key in order[1:]:
-        failure = causes[groups[key][0]]
+    for ranks in other_groups:
+        failure = causes[ranks[0]]
         # A mismatch already tells every side; for the rest each group is told once.
         if not isinstance(error, CollectiveMismatch) or failure.type_name != first.type_name:
-            report.append(f"on {ranks_text(groups[key])} of {mesh}:\n{failure.traceback}")
+            report.append(f"on {ranks_text(ranks)} of {mesh}:\n{failure.traceback}")
     if isinstance(error, SpmdError):
         error.args = tuple(name_cells(arg) if isinstance(arg, str) else arg for arg in error.args)
     error.__cause__ = _remote(report)
@@ -257,3 +240,26 @@ def combine(
         if kind in first.type_name and text in first.text:
             add_note(error, note)
     return shorten(error)
+
+
+def _of_lost(
+    lost: dict[int, str], causes: dict[int, Failure], waiting: list[int], mesh: str, remedy: str | None
+) -> PeerLost:
+    """The exception for ranks that died while others `waiting` gave up; `causes` are errors of ranks that are alive."""
+    ends = "; ".join(f"rank {rank} {lost[rank]}" for rank in sorted(lost))
+    others = f"; {ranks_text(waiting)} waited for it and gave up" if waiting else ""
+    remedy = remedy or "the mesh has replaced it and goes on; a value lost with it says so when it is used"
+    error = PeerLost(f"{ends}{others}", where=mesh, remedy=remedy, rank=min(lost))
+    if causes:
+        report = [f"on {ranks_text([rank])} of {mesh}:\n{failure.traceback}" for rank, failure in causes.items()]
+        error.__cause__ = _remote(report)
+    return error
+
+
+def _groups(causes: dict[int, Failure], failures: dict[int, Failure]) -> list[list[int]]:
+    """The ranks whose errors tell the same, together; first those whose error probably came first."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, failure in causes.items():
+        # Texts that differ in numbers only (a rank, a size, an address) tell the same story.
+        groups.setdefault((failure.type_name, re.sub(r"0x[0-9a-f]+|\d+", "#", failure.text)), []).append(rank)
+    return sorted(groups.values(), key=lambda ranks: (_distance(causes[ranks[0]], failures), ranks[0]))

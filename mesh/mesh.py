@@ -20,7 +20,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, RankOnly
 from . import running
 from .display import drawing, stacks, status
-from .driver.open_sessions import close_quietly
+from .driver import lost_values, open_sessions
 from .driver.session import DriverSession
 from .hosts.host_list import HostList
 from .launch import launched
@@ -119,7 +119,7 @@ class Mesh:
 
     def _start(self) -> None:
         self._driver = DriverSession(self)
-        self._finalizer = weakref.finalize(self, close_quietly, self._driver)
+        self._finalizer = weakref.finalize(self, open_sessions.close_quietly, self._driver)
         self._finalizer.atexit = False
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
@@ -263,7 +263,7 @@ class Mesh:
         """
         self.check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
-        self.driver.shut("it was restarted, and what was on it is lost")
+        self.driver.shut(lost_values.RESTARTED)
         self._start()
 
     stacks, status = stacks.stacks, status.status

@@ -173,19 +173,15 @@ def outermost(f: Evaluated) -> Solution:
         sums.fill_in(primals)
     took_part = sums.filled > begun
     sums.finish()
-    totals = [group.totals[index] for group, index in argument_slots]
+    totals = [slot.total for slot in argument_slots]
     if not took_part:
         check_trains(call, f.value.requires_grad, totals)
-    group, index = value_slot
-    value = group.totals[index]
+    value = value_slot.total
     _note(call, [*totals, value], [*(axes for _, axes in trained), call.over])
-    if len(trained) == len(call.arguments):
-        gradients = totals
-    else:
-        rest = iter(totals)
-        gradients = [a.zeros() if a.primal is None else next(rest) for a in call.arguments]
+    remaining = iter(totals)
+    gradients = [a.zeros() if a.primal is None else next(remaining) for a in call.arguments]
     leaves = [
-        slot[0].totals[slot[1]] if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
+        slot.total if slot is not None else leaf.detach() if isinstance(leaf, Tensor) else leaf
         for leaf, slot in zip(f.aux.leaves, aux_slots, strict=True)
     ]
     return value, gradients, f.aux.tree(leaves) if call.has_aux else ()

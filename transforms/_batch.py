@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,41 +48,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         problem = f"check cannot follow {name} through the virtual shards of data_parallel(shards={argument.shards})"
         raise SpecError(problem, remedy="check it without shards=, whose results have the same shapes and specs")
     leaves, treedef = trees.flatten(tree)
-    cut: dict[int, int] = {}  # lengths of the leaves that are this rank's part already
-    whole: dict[int, int] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            if not leaf.dim():
-                problem = f"{called(index)} of {name} has no dimension to split"
-                raise SpecError(problem, remedy="pass scalars in another argument")
-            spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
-            if axis in spec.axes and axis not in spec.dim_axes(0):
-                raise SpecError(
-                    f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
-                    got=repr(spec),
-                    expected=f"P({axis!r}), or a batch that is not cut",
-                    where=session.where(),
-                    remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
-                )
-            (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
-    if cut and argument.shards is not None and region.batch.shards != argument.shards:
-        batch_shards = region.batch.shards
-        raise SpecError(
-            f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
-            got="ranks' parts" if batch_shards is None else f"a batch of Loader(shards={batch_shards})",
-            remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
-        )
-    if cut and whole and session.layout.axes[axis] > 1:
-        raise SpecError(
-            f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
-            "be of different samples",
-            got="; ".join(
-                f"{kind}: {', '.join(map(called, some))}" for kind, some in (("parts", cut), ("whole", whole))
-            ),
-            where=session.where(),
-            remedy="give all of it to the Loader's dataset, or pass all of it whole",
-        )
-    common_length({**cut, **whole}, called, name)
+    cut, whole = _lengths(region, leaves, argument, name, called)
     here, total = next(iter(cut.values()), None), next(iter(whole.values()), None)
     if here is not None:
         # A leaf that is cut over other axes as well has fewer samples along this one.
@@ -90,8 +57,6 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)
-    if here is not None and not whole and argument.shards is None:
-        return Part(tree, tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)]), here, total or 0, None)
     mine = block_of(total or 0, session.layout.axes[axis], session.layout.coords(session.rank)[axis])
     virtual = None
     if argument.shards is not None:
@@ -125,6 +90,48 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
         virtual.tree = tree
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return Part(tree, tensors, expected if here is None else here, total or 0, virtual)
+
+
+def _lengths(
+    region: Region, leaves: list[Any], argument: BatchArgument, name: str, called: Callable[[int], str]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """The lengths, by index, of the leaves that are this rank's part already, and of those that are whole."""
+    axis, session = argument.axis, region.session
+    cut: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if not leaf.dim():
+                problem = f"{called(index)} of {name} has no dimension to split"
+                raise SpecError(problem, remedy="pass scalars in another argument")
+            spec: P = getattr(leaf, "_spmd_spec", REPLICATED)
+            if axis in spec.axes and axis not in spec.dim_axes(0):
+                raise SpecError(
+                    f"{called(index)} of {name} is cut over {axis!r} along another dimension than its samples",
+                    got=repr(spec),
+                    expected=f"P({axis!r}), or a batch that is not cut",
+                    where=session.where(),
+                    remedy=f"put(array.full(), P({axis!r})), or leave the batch out of in_specs",
+                )
+            (cut if axis in (marked(leaf) or ()) else whole)[index] = leaf.shape[0]
+    if cut and argument.shards is not None and region.batch.shards != argument.shards:
+        batch_shards = region.batch.shards
+        raise SpecError(
+            f"a batch was cut before data_parallel(shards={argument.shards}), and not over as many virtual shards",
+            got="ranks' parts" if batch_shards is None else f"a batch of Loader(shards={batch_shards})",
+            remedy="give the same shards= to Loader and data_parallel, or pass the whole batch",
+        )
+    if cut and whole and session.layout.axes[axis] > 1:
+        parts, others = (", ".join(map(called, some)) for some in (cut, whole))
+        raise SpecError(
+            f"the batch of {name} has leaves that are each rank's part already beside whole ones, whose rows would "
+            "be of different samples",
+            got=f"parts: {parts}; whole: {others}",
+            where=session.where(),
+            remedy="give all of it to the Loader's dataset, or pass all of it whole",
+        )
+    common_length({**cut, **whole}, called, name)
+    return cut, whole
 
 
 def _called(batch: Any, index: int) -> str:

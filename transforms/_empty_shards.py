@@ -46,15 +46,14 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
     """
     comm = region.session.comm(over)
     try:
-        flags = [torch.empty(1, dtype=torch.bool, device="cpu") for _ in range(comm.size)]
-        comm.all_gather(flags, torch.tensor([failed is not None], device="cpu"))
-        if not any(flags):
-            assert out is not None
+        own = [failed is None, comm.size if failed else comm.rank]
+        none_failed, able = comm.all_reduced(torch.tensor(own, device="cpu"), "min")
+        if none_failed and out is not None:
             return out
-        able = [index for index, flag in enumerate(flags) if not flag]
+        able = int(able)  # the first rank that can help
         parts = _parts(out)
         on_host = [isinstance(leaf, Tensor) and leaf.is_cpu for leaf in trees.leaves(parts)]
-        mine = cloudpickle.dumps((trees.map(blank, parts), on_host)) if able and able[0] == comm.rank else b""
+        mine = cloudpickle.dumps((trees.map(blank, parts), on_host)) if able == comm.rank else b""
         described = comm.all_gather_bytes(mine)
     except SpmdError:
         if failed is not None:
@@ -62,10 +61,10 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
         raise
     if out is not None:
         return out
-    if not able:
-        assert failed is not None
+    assert failed is not None
+    if able == comm.size or not described[able]:  # nobody; `check` has no other ranks
         raise failed
-    parts, on_host = pickle.loads(described[able[0]])
+    parts, on_host = pickle.loads(described[able])
     leaves, treedef = trees.flatten(parts)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and not on_host[index]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,7 +50,16 @@ class Group:
     totals: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-Slot = tuple[Group, int]
+class Slot(NamedTuple):
+    """Where a leaf's sum will be."""
+
+    group: Group
+    place: int
+
+    @property
+    def total(self) -> Tensor:
+        """The sum, after `Sums.finish`."""
+        return self.group.totals[self.place]
 
 
 class Sums:
@@ -79,7 +88,7 @@ class Sums:
             group = self._known[key] = self._groups.setdefault(kind, Group(*kind))
             group.is_gradual |= bool(shared) and not exact
         group.members.append(like)
-        return group, len(group.members) - 1
+        return Slot(group, len(group.members) - 1)
 
     def open(self, *, alone: bool = True) -> None:
         """Take values from now on; `alone` says that nothing else communicates before `finish`."""
@@ -176,8 +185,8 @@ class Sums:
                 local = group.local.get(index)
                 group.totals.append(torch.zeros_like(member).detach() if local is None else local)
         if self._net is not None:
-            for (group, index), varying in self._varying.items():
-                self._net.note(group.totals[index], varying.without(group.axes))
+            for slot, varying in self._varying.items():
+                self._net.note(slot.total, varying.without(slot.group.axes))
 
 
 def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tuple[str, ...]]]) -> list[Tensor]:
@@ -188,7 +197,7 @@ def summed(region: Region | None, plan: Plan, values: Sequence[tuple[Tensor, tup
     for slot, (value, _) in zip(slots, values, strict=True):
         sums.fill(slot, value)
     sums.finish()
-    return [group.totals[index] for group, index in slots]
+    return [slot.total for slot in slots]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ...kernels.errors import PeerLost
+from ...kernels.errors import MeshError, PeerLost
 from ..array import Meta
 from .session_view import Session
+
+RESTARTED = "it was restarted"  # why a session is closed whose mesh goes on
 
 
 def lost(session: Session, about: Meta, missing: Collection[int], name: str) -> PeerLost:
@@ -34,3 +36,16 @@ def remedy(session: Session) -> str:
     go_on = "restore from a checkpoint (none was saved)" if saved is None else f"restore({saved!r})"
     keeps = "; Mesh(copies=1) would have kept it" if several and not session.options["copies"] else ""
     return f"{go_on}{keeps}"
+
+
+def closed(session: Session, what: str) -> MeshError:
+    """The error of a value, or of a call, of a session that is closed."""
+    if session.closed == RESTARTED:
+        return restarted(session, what)
+    advice = "make a new Mesh, and fetch values with .full() before the old one is closed, as by `with`"
+    return MeshError(f"this mesh is closed: {session.closed}", where=session.describe(), remedy=advice)
+
+
+def restarted(session: Session, what: str) -> MeshError:
+    advice = "compute it again, or put() it again"
+    return MeshError(f"this {what} was lost when its mesh was restarted", where=session.describe(), remedy=advice)

@@ -30,6 +30,7 @@ from ..spec import Layout
 from . import open_sessions, sending
 from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
+from .lost_values import closed
 from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
@@ -253,8 +254,7 @@ class DriverSession(Owned):
 
     def check_open(self) -> None:
         if self.closed is not None:
-            remedy = "make a new Mesh, and fetch values with .full() before the old one is closed, as by `with`"
-            raise MeshError(f"this mesh is closed: {self.closed}", where=self.describe(), remedy=remedy)
+            raise closed(self, "value")
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -346,5 +346,5 @@ class DriverSession(Owned):
         with self.lock:
             for task in list(self.pending.tasks.values()):
                 if not task.settled.is_set():
-                    task.settle(lambda: MeshError(f"this mesh is closed: {why}", remedy="make a new Mesh"))
+                    task.settle(lambda: closed(self, "call"))
             self.changed.notify_all()

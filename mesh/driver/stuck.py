@@ -96,12 +96,11 @@ class Stuck:
             state, traced = status["State"], status["TracerPid"] != "0"
             stopped = state.startswith("T")
             now_at = _Mark(now, pid, (number, *board.region(rank)), sum(times[rank]), helpers)
-            mark = self._marks.get(rank)
-            if mark is None or mark.pid != pid:
-                self._marks[rank] = now_at
-            elif not (stopped or waited_for) or state.startswith(("D", "t")) or traced:
-                self._marks[rank] = now_at  # nobody waits for it; or it is in the kernel, or traced
-            elif now_at.where != mark.where or mark.moved(now_at, 1e9 * IDLE * self._grace, alone=stopped):
+            mark = self._marks.setdefault(rank, now_at)
+            in_kernel = state.startswith(("D", "t"))
+            excused = in_kernel or traced or not (stopped or waited_for)
+            other = mark.pid != pid or mark.where != now_at.where
+            if excused or other or mark.moved(now_at, 1e9 * IDLE * self._grace, alone=stopped):
                 self._marks[rank] = now_at
             elif now - mark.at >= self._grace:
                 idle = "was stopped" if stopped else "did nothing"

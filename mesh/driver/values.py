@@ -23,7 +23,7 @@ from ..protocol import ALL, Spans, each_span
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
-from .lost_values import lost
+from .lost_values import lost, restarted
 from .pending import Task
 from .session_view import Session
 
@@ -205,11 +205,7 @@ class CallValues:
         Also refuses values from before a restart of the mesh, which uses the same names again.
         """
         if self.session is not session:
-            raise MeshError(
-                "this value was lost when its mesh was restarted",
-                where=session.describe(),
-                remedy="compute it again, or put() it again",
-            )
+            raise restarted(session, "value")
         task = self.task
         if task is not None and task.failure is not None and task.settled.is_set():
             session.wait(task)

@@ -162,41 +162,45 @@ class _Join:
         return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
 
     def settle(self, result: Any) -> None:
+        """Note how what the operation wrote, and what it returned, varies."""
         net, name, overwrites = self._net, self._operator.name, self._operator.overwrites
         for value in self.written:
-            items = list(value) if isinstance(value, list | tuple) else [value]
-            for index, item in enumerate(items):
-                for tensor in tensors_in(item):
-                    varying = self._at(index, len(items)) if isinstance(value, list | tuple) else self._all
-                    if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
-                        varying = varying._replace(statistic=f"{name} at {varying.line}")
-                    if overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
-                        net.made(tensor, varying)
-                    elif varying.origins or not overwrites:
-                        net.written(tensor, varying)
-        changed = {id(tensor) for value in self.written for tensor in tensors_in(value)}
-        outputs = list(result) if isinstance(result, list | tuple) else [result]
-        for index, item in enumerate(outputs):
-            for tensor in tensors_in(item):
-                if id(tensor) in changed:
-                    continue
-                varying = self._at(index, len(outputs))
-                if net.samples > 1 and varying.origins and varying.row is None:
-                    if self._joins_samples(index, tensor):
-                        varying = varying._replace(statistic=f"{name} at {varying.line}")
-                    elif (row := sample_of(*self._call, net.samples, index)) is not None:
-                        varying = varying._replace(row=row)
-                    if chooses(*self._call):
-                        varying = varying._replace(chosen=f"{name} at {varying.line}")
-                    elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
-                        varying = varying._replace(chosen="")
-                key = _key(tensor)
-                if key in self._inputs:
-                    net.view(tensor, varying, self._inputs[key])
-                else:
+            for index, count, tensor in _entries(value):
+                varying = self._at(index, count) if isinstance(value, list | tuple) else self._all
+                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
+                    varying = varying._replace(statistic=f"{name} at {varying.line}")
+                if overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
                     net.made(tensor, varying)
-                if net.samples > 1 and varying.origins and not index:
-                    note_average(net, *self._call, varying.line, tensor)
+                elif varying.origins or not overwrites:
+                    net.written(tensor, varying)
+        changed = {id(tensor) for value in self.written for tensor in tensors_in(value)}
+        for index, count, tensor in _entries(result):
+            if id(tensor) in changed:
+                continue
+            varying = self._at(index, count)
+            if net.samples > 1 and varying.origins and varying.row is None:
+                here = f"{name} at {varying.line}"
+                if self._joins_samples(index, tensor):
+                    varying = varying._replace(statistic=here)
+                elif (row := sample_of(*self._call, net.samples, index)) is not None:
+                    varying = varying._replace(row=row)
+                if chooses(*self._call):
+                    varying = varying._replace(chosen=here)
+                elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
+                    varying = varying._replace(chosen="")
+            key = _key(tensor)
+            if key in self._inputs:
+                net.view(tensor, varying, self._inputs[key])
+            else:
+                net.made(tensor, varying)
+            if net.samples > 1 and varying.origins and not index:
+                note_average(net, *self._call, varying.line, tensor)
+
+
+def _entries(value: Any) -> Iterator[tuple[int, int, Tensor]]:
+    """Each tensor in a value, with the index of its entry and how many entries there are, if that is a list."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return ((index, len(items), tensor) for index, item in enumerate(items) for tensor in tensors_in(item))
 
 
 def _of_each(net: Net, item: Any) -> Varying:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from spmd import (
     Loader,
@@ -83,6 +84,27 @@ def test_what_the_call_would_refuse():
     assert check(spmd(lambda x: x), {"data": 1 << 17}, torch.ones(3)).shape == (3,)  # more than any mesh can have
     with pytest.raises(RuntimeError, match="dim"):
         check(spmd(lambda x: x @ torch.ones(3, 3), in_specs=cut), HUGE, meta(8192, 4))
+
+
+def test_its_work_does_not_grow_with_the_number_of_ranks():
+    class Operations(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    @spmd
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(lambda w, x: (w * x).mean())(w, batch)
+
+    counts = []
+    for ranks in 200, 100_000:  # most ranks have no samples
+        with Operations() as operations:
+            check(step, {"data": ranks}, torch.tensor(2.0), meta(100))
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("shard", [("data", "model"), "auto"])

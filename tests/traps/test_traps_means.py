@@ -474,6 +474,18 @@ def test_what_few_samples_do_by_chance(mesh: Mesh) -> None:
         step(torch.tensor(1.0), torch.cat([hardest, hardest]))
 
 
+def test_a_mask_of_which_no_parts_have_something(mesh: Mesh) -> None:
+    """Their means are NaN; for all samples of rank 0 it is a number."""
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w: Tensor, batch: Tensor) -> Any:
+        return value_and_grad(lambda w, x: (w * x)[x > 4].mean())(w, batch)
+
+    with pytest.warns(UserWarning, match="is not a mean over samples.*got 5 for 6 samples, and nan as the mean"):
+        step(torch.tensor(1.0), torch.arange(12.0) + 0.5)
+
+
 def test_one_rank_and_few_samples(shared_mesh: Callable[..., Mesh]) -> None:
     assert warned(shared_mesh({"data": 1}), lambda p, b: net(p, b).logsumexp((0, 1)) + 2) == []
     assert warned(shared_mesh({"data": 2}), lambda p, b: net(p, b).logsumexp((0, 1)) + 3, shards=10) == []

@@ -232,10 +232,11 @@ class _Described:
 
 def _describe(region: Region, virtual: VirtualShards, out: Output) -> None:
     """Tell ranks without samples what the function returns; the first rank with samples does it."""
-    if not _some_have_none(virtual):
+    able = _with_samples(virtual)
+    if len(able) == len(virtual.owners):
         return
     description = b""
-    if virtual.position == _first_with_samples(virtual):
+    if virtual.position == able[0]:
         parts = trees.map(blank, (out.value, out.count, out.aux))
         description = cloudpickle.dumps((parts, _notes(out.aux)))
     region.session.comm(virtual.axis).all_gather_bytes(description)
@@ -246,17 +247,13 @@ def _described(call: Call, inputs: _Inputs, region: Region, virtual: VirtualShar
         out = call.evaluate(*inputs.of_none())
         return _Described(out, _notes(out.aux))
     descriptions = region.session.comm(virtual.axis).all_gather_bytes(b"")
-    parts, notes = pickle.loads(descriptions[_first_with_samples(virtual)])
+    parts, notes = pickle.loads(descriptions[_with_samples(virtual)[0]])
     return _Described(Output(*parts), notes)
 
 
-def _first_with_samples(virtual: VirtualShards) -> int:
-    """The first rank with samples: not always rank 0, whose virtual streams may have ended in a stream's batch."""
-    return next(position for position in range(len(virtual.owners)) if virtual.filled(position))
-
-
-def _some_have_none(virtual: VirtualShards) -> bool:
-    return not all(virtual.filled(position) for position in range(len(virtual.owners)))
+def _with_samples(virtual: VirtualShards) -> list[int]:
+    """The ranks with samples: rank 0 may be none of them, as its virtual streams may have ended in a stream's batch."""
+    return [position for position in range(len(virtual.owners)) if virtual.filled(position)]
 
 
 def _notes(aux: Any) -> list[tuple[Any, frozenset[str] | None]]:

@@ -112,12 +112,13 @@ class Results:
             self._leaves.append(its)
             if carried[index] is not None and axes != ():
                 its.carry = carried[index]
-            elif axes is not None and (axis in axes or (axes == () and axis not in differs[index])):
-                if axes == ():  # an integer that differs over other axes only
-                    its.axes = None
-                    continue
+            elif axes is None:
+                continue
+            elif axis in axes:
                 its.slot = self._sums.add(leaf.detach().contiguous(), axes, self._scale(axes), exact=True)
-            elif axes is not None:
+            elif axes == () and axis not in differs[index]:  # an integer that differs over other axes only
+                its.axes = None
+            else:
                 its.dim = dims[index]
                 if leaf.dim() <= its.dim:
                     raise SpecError(

@@ -11,6 +11,7 @@ depends on batch norm or on a given number of samples, or that fails for other n
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import torch
@@ -130,6 +131,9 @@ class _Judge:
             weights = [1.0 if name in _SUMS else size / sum(sizes) for size in sizes]
             joined = sum(weight * each for weight, each in zip(weights, values, strict=True))
             assert isinstance(joined, Tensor)
+            # A mean by a mask is NaN for a part of which nothing is left; one over samples is finite for each part.
+            if (value.isfinite() & ~joined.isfinite()).any():
+                return _Found(name, value, joined, math.inf, sizes)
             away = float((joined - value).abs().max())
             size = float(torch.stack([value, *values]).abs().sum(0).max())
             if away > (_COARSE_TOLERANCE if coarse else _TOLERANCE) * size + _SMALLEST:  # False for NaN
