@@ -21,7 +21,7 @@ from ..kernels.errors import SpecError
 from . import agreement, trees
 from .agreement import OutputMeta, called, path_in
 from .array import Array
-from .driver.snapshot import sending_result
+from .pickling.unpicklable import sending_result
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number

@@ -25,8 +25,9 @@ from .display.notebook import shorten
 from .driver.mesh_view import MeshView
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
-from .driver.snapshot import sending_result, typed_sources
+from .driver.snapshot import typed_sources
 from .launch import launched
+from .pickling.unpicklable import sending_result
 from .rank import counted
 from .region import Region, current, run_body
 from .remote import answers

@@ -17,6 +17,7 @@ from typing import Any
 from ...kernels.callsite import warn
 from ...kernels.errors import MeshError, add_note
 from .. import protocol, trees, wire
+from ..pickling.unpicklable import unpicklable_part
 from ..rank.reloading import LoadedModules
 from . import snapshot
 from .session_view import Session
@@ -133,7 +134,7 @@ class ShippedObjects:
         try:
             shipped = self.ship(obj, function)
         except wire.Unsendable as error:
-            part = snapshot.unpicklable_part(function, self._whole)
+            part = unpicklable_part(function, self._whole)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
             if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
                 name, remedy = name or f"an object of {type(function).__qualname__}", _OF_AN_OBJECT

@@ -13,6 +13,7 @@ from ...kernels.torch_private import in_torch_func
 from .. import protocol, wire
 from ..ambient import made_within_torch_func
 from ..array import Array
+from ..pickling.unpicklable import unpicklable_among
 from ..protocol import Spans
 from ..rank.interrupts import raised_by_handler
 from ..remote.handle import Remote, named
@@ -20,7 +21,6 @@ from ..remote.reference import Ref
 from ..spec import P
 from .pending import Make
 from .session_view import Session
-from .snapshot import unpicklable_among
 from .values import CallValues, Values
 
 

@@ -12,27 +12,21 @@ Invariant: a snapshot keeps nothing alive except small built-in values and conta
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
-import functools
 import linecache
 import marshal
 import operator
-import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ...kernels.errors import MeshError, SpmdError
-from .. import wire
 from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, plain_state_of, readers_of, used_by
 
 _LOOKED_AT = 4096  # values at most
-_DEEPEST = 16  # levels of what can't be pickled are searched for the cause
 _TEXT = 16  # characters of a text that count as a value
 _ARRAY_BYTES = 1 << 16  # NumPy arrays up to this size are compared by content
 _WORD = 8  # bytes
@@ -218,7 +212,7 @@ def _state_of(module: Any) -> list[Any]:
     return [*map(weakref.ref, modules), *which, training, _changes_of(there)]
 
 
-# -- what goes with a function, and what is wrong with it --------------------------------------------------------------
+# -- what goes with a function -----------------------------------------------------------------------------------------
 
 
 def typed_sources(function: Any) -> dict[str, list[str]]:
@@ -254,101 +248,3 @@ def _bytes_of(value: Any) -> int:
     if isinstance(value, dict | list | tuple):
         return sum(map(_bytes_of, value.values() if isinstance(value, dict) else value))
     return value.nbytes if isinstance(value, torch.Tensor | np.ndarray) and not isinstance(value, np.memmap) else 0
-
-
-def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
-    """Which of the objects that a function refers to can't be pickled, for the message; empty if none is found.
-
-    Args:
-        whole: types that travel as names.
-    """
-    parts: list[tuple[str, Any, str]] = []
-    target = function
-    while isinstance(target, functools.partial | types.MethodType):
-        if isinstance(target, types.MethodType):
-            parts.append((f"the object of the method {target.__func__.__qualname__}", target.__self__, "self"))
-            target = target.__func__
-        else:
-            parts.extend((f"argument {index} of the partial", arg, "its ") for index, arg in enumerate(target.args))
-            parts.extend((f"argument {name!r} of the partial", arg, "its ") for name, arg in target.keywords.items())
-            target = target.func
-    if not hasattr(target, "__code__"):
-        parts.extend((f"its {name}", value, f"its {name}") for name, value in getattr(target, "__dict__", {}).items())
-    for one in functions_of(target):
-        used = [(f"{name!r}, used in {one.__qualname__}", value, name) for name, value in used_by(one).items()]
-        used += [(f"a default argument of {one.__qualname__}", value, "its ") for value in one.__defaults__ or ()]
-        parts += [part for part in used if not isinstance(part[1], types.FunctionType)]
-    return _unpicklable(parts, whole)
-
-
-def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
-    """The first of some named values that can't be pickled, and why; empty if all can."""
-    return _unpicklable(((what, value, "its ") for what, value in parts), whole)
-
-
-@contextlib.contextmanager
-def sending_result(
-    parts: Callable[[], Iterable[tuple[str, Any]]], where: Callable[[], str], whole: tuple[type, ...] = ()
-) -> Iterator[None]:
-    """If the block, which pickles what a function returned, fails, say which part can't be sent from its rank.
-
-    Args:
-        parts: gives the result, piece by piece, with what to call each.
-        where: gives the rank, for the message.
-        whole: types that travel as names.
-    """
-    try:
-        yield
-    except SpmdError:
-        raise
-    except Exception as error:
-        problem = f"a result cannot be sent from its rank, because of {unpicklable_among(parts(), whole) or error}"
-        remedy = "return what it is made of, as tensors, numbers and strings"
-        raise MeshError(problem, where=where(), remedy=remedy) from None
-
-
-def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:
-    for what, value, name in parts:
-        error = _error_of(value, whole)
-        if error is not None:
-            path, error = _path_within(value, whole, error)
-            return f"{what} ({type(value).__name__}): {error}{f', which is {name}{path}' if path else ''}"
-    return ""
-
-
-def _error_of(value: Any, whole: tuple[type, ...]) -> Exception | None:
-    try:
-        wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
-    except Exception as error:
-        return error
-    return None
-
-
-def _path_within(value: Any, whole: tuple[type, ...], error: Exception) -> tuple[str, Exception]:
-    """The path to the part for which a value can't be pickled, such as `.writer.lock`, and that part's error."""
-    path, held = "", [value]
-    while len(held) < _DEEPEST:
-        for step, inside in _named_parts(value):
-            found = None if any(inside is one for one in held) else _error_of(inside, whole)
-            if found is not None:
-                path, value, error = path + step, inside, found
-                held.append(value)
-                break
-        else:
-            break
-    return path, error
-
-
-def _named_parts(value: Any) -> list[tuple[str, Any]]:
-    """The parts of an object, each with how a program would access it."""
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if isinstance(value, types.MethodType | functools.partial):
-        names = ("__self__",) if isinstance(value, types.MethodType) else ("func", "args", "keywords")
-        return [(f".{name}", getattr(value, name)) for name in names]
-    if isinstance(value, type):
-        return []
-    children = list(value.named_children()) if isinstance(value, torch.nn.Module) else []
-    return [(f".{name}", item) for name, item in [*children, *getattr(value, "__dict__", {}).items()]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, RankOnly
+from ...kernels.errors import RankOnly
 from .. import protocol
 from ..array import Array, Meta, meta, refuse_ragged
 from ..batch import Deal

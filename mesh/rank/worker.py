@@ -28,9 +28,10 @@ from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
 from ..display.trace import Recorder
-from ..driver.snapshot import remember_sources, sending_result
+from ..driver.snapshot import remember_sources
 from ..failure import capture
 from ..mesh import Mesh
+from ..pickling.unpicklable import sending_result
 from . import memory
 from .interrupts import uninterrupted
 from .state import RankState

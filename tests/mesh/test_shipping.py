@@ -21,7 +21,8 @@ from torch import nn
 
 from spmd import Mesh, MeshError, SpmdError, functional, put, spmd
 from spmd.mesh.driver import snapshot as shipping
-from spmd.mesh.driver.snapshot import Snapshot, unpicklable_part
+from spmd.mesh.driver.snapshot import Snapshot
+from spmd.mesh.pickling.unpicklable import unpicklable_part
 from spmd.mesh.rank import references
 
 RATE = 1.0
