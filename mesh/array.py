@@ -221,9 +221,8 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = self.full()
-        if value.dtype is torch.bfloat16:
-            value = value.float()  # numpy has no bfloat16
-        return np.asarray(value.numpy(), dtype=dtype)
+        known = value.float() if value.dtype is torch.bfloat16 else value  # numpy has no bfloat16
+        return np.asarray(known.numpy(), dtype=dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         """What `torch.tensor` and `torch.as_tensor` ask for: the whole value, as `full()` gives it."""
@@ -262,6 +261,7 @@ class Array:
     def requires_grad(self, wanted: bool) -> None:
         _operated(torch.Tensor.requires_grad_, self, wanted)
 
+    @public
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in (attributes := _operating().ATTRIBUTES):
             return attributes[name](self)

@@ -38,6 +38,7 @@ from .remote.node import Node
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
+@public
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
     found = getattr(type(mesh), name, None)

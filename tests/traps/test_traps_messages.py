@@ -123,6 +123,7 @@ PROGRAMS = {
     "coordinates": lambda mesh: mesh.coords(-1),
     "a size": lambda mesh: mesh.resize({"data": 0}),
     "an own part": lambda mesh: put(X, mesh=mesh).local,
+    "a mesh of torch": lambda mesh: mesh.device_mesh,
     "a DTensor": lambda mesh: from_dtensor(X),
     "a position": lambda mesh: Loader(X, 2, mesh=mesh).load_state_dict({}),
     "a sample": lambda mesh: Sampler(8, 2).batch(0, 9),
