@@ -48,6 +48,7 @@ from .operators import arguments as arguments
 from .operators import custom_operators as custom_operators
 from .operators import declaration as declaration
 from .operators import function_of as function_of
+from .operators import has_tag as has_tag
 from .operators import is_fake as is_fake
 from .operators import names_of as names_of
 from .operators import operation_name as operation_name

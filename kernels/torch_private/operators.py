@@ -37,9 +37,26 @@ def arguments(operation: Any) -> tuple[Argument, ...]:
 
 
 @functools.cache
-def operation_name(operation: Any) -> tuple[str, str]:
-    """An operator's name without its namespace, and its overload's. Public way: to parse `str(operation)`."""
-    return operation._schema.name.partition("::")[2], operation._overloadname
+def names_of(operator: Any) -> tuple[str, str | None]:
+    """An operator's name, such as "aten::add", and its overload's; None if it stands for all overloads.
+
+    Public way: parsing `str(operator)`.
+    """
+    if isinstance(operator, Packet):
+        return operator._qualified_op_name, None
+    return operator._schema.name, operator._overloadname
+
+
+@functools.cache
+def operation_name(operation: Any) -> str:
+    """An operator's name without its namespace and overload: "add"."""
+    return names_of(operation)[0].partition("::")[2]
+
+
+@functools.cache  # torch makes a new list of tags at each look
+def has_tag(operation: Any, tag: torch.Tag) -> bool:
+    """Whether torch says something of an operator. Public way: none; the tags are public, but not where they are."""
+    return tag in operation.tags
 
 
 class DispatchMode(TorchDispatchMode):
@@ -113,16 +130,6 @@ def is_fake(tensor: Any) -> bool:
 def custom_operators() -> dict[str, Any]:
     """What `torch.library.custom_op` has made in this process, by name. Public way: none."""
     return dict(OPDEFS)
-
-
-def names_of(operator: Any) -> tuple[str, str | None]:
-    """An operator's name, such as "aten::add", and its overload's; None if it stands for all overloads.
-
-    Public way: parsing `str(operator)`.
-    """
-    if isinstance(operator, Packet):
-        return operator._qualified_op_name, None
-    return operator._schema.name, operator._overloadname
 
 
 def qualified_name(made: Any) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ...kernels.errors import MeshError, SpmdError
+from ...kernels.errors import MeshError
 from ...kernels.torch_private import in_torch_func
 from .. import protocol, wire
 from ..ambient import made_within_torch_func
 from ..array import Array
+from ..pickling.sendable import packed
 from ..pickling.unpicklable import unpicklable_among
 from ..protocol import Spans
-from ..rank.interrupts import raised_by_handler
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import P
@@ -52,26 +52,14 @@ def dumps(
         names: a list to which the names used in the pickle are added.
         allocate: see `wire.dumps`.
     """
-    raised: list[BaseException] = []
 
     def name_of(one: Any) -> Any:
-        try:
-            name = _name_of(values, one)
-        except BaseException as error:
-            raised.append(error)
-            raise
+        name = _name_of(values, one)
         if name is not None and names is not None:
             names.append(name)
         return name
 
-    try:
-        return wire.dumps(obj, name_of, allocate=allocate)
-    except Exception as error:
-        if raised:
-            raise raised[0] from raised[0].__cause__
-        if isinstance(error, SpmdError | MemoryError) or raised_by_handler(error):
-            raise
-        raise wire.Unsendable(f"{type(error).__name__}: {error}") from None
+    return packed(obj, name_of, allocate)
 
 
 def _name_of(values: Values, obj: Any) -> Any:

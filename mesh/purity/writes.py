@@ -84,7 +84,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 @functools.cache
 def _written_places(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     """Which arguments an operation writes to, and which it writes to in training besides."""
-    operation, given = operation_name(func)[0], [*enumerate(arguments(func))]
+    operation, given = operation_name(func), [*enumerate(arguments(func))]
     if operation == "record_stream":  # declared as a write, but only keeps memory from being reused
         return [], []
     written = [(index, one.name) for index, one in given if one.is_written]

@@ -9,7 +9,7 @@ from typing import Any
 from ...kernels.errors import MeshError
 from .. import trees, wire
 from ..ambient import ambient
-from ..rank.interrupts import raised_by_handler
+from ..pickling.sendable import packed
 from .answers import refuse_gradients
 from .handle import Remote, handle_of, named
 from .reference import Ref
@@ -57,29 +57,20 @@ class Contents:
             MeshError: `what` can't be sent.
         """
         refs: list[Ref] = []
-        raised: list[BaseException] = []
 
         def name_of(one: Any) -> Any:
-            try:
-                if isinstance(one, Ref):
-                    named(one, self._caller)
-                    refs.append(one)
-                    return ("argument", len(refs) - 1)
-                return named(one, self._caller) if isinstance(one, Remote) else self._name_of(one)
-            except BaseException as error:
-                raised.append(error)
-                raise
+            if isinstance(one, Ref):
+                named(one, self._caller)
+                refs.append(one)
+                return ("argument", len(refs) - 1)
+            return named(one, self._caller) if isinstance(one, Remote) else self._name_of(one)
 
         try:
-            return wire.dumps(obj, name_of), tuple(refs)
-        except Exception as error:
-            if raised:
-                raise raised[0] from None
-            if isinstance(error, MemoryError) or raised_by_handler(error):
-                raise
+            return packed(obj, name_of), tuple(refs)
+        except wire.Unsendable as error:
             raise MeshError(
                 f"{what} cannot be sent",
-                got=f"{type(error).__name__}: {error}",
+                got=str(error),
                 where=self._describe(),
                 remedy="pass what it is made of, or make it in the object's own methods",
             ) from None

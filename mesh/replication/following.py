@@ -25,6 +25,8 @@ from ...kernels.torch_private import (
     DispatchMode,
     arguments,
     eagerly,
+    has_tag,
+    names_of,
     operation_name,
     storage,
     version,
@@ -90,9 +92,8 @@ class _Operations(DispatchMode):
     def with_functions(self, func: Any, args: Any, kwargs: Any) -> Any:
         varying = joined(self._net.of(tensor) for tensor in tensors_in([*args, *kwargs.values()]))
         result = func(*args, **kwargs)
-        if not self._net.paused:
-            for tensor in tensors_in(result):
-                self._net.made(tensor, varying)
+        for tensor in () if self._net.paused else tensors_in(result):
+            self._net.made(tensor, varying)
         return result
 
 
@@ -109,9 +110,9 @@ class _Operator(NamedTuple):
 
 @functools.cache
 def _operator(func: Any) -> _Operator:
-    name, overload = operation_name(func)
-    overwrites, by_index = name in _OVERWRITES or overload.endswith("out"), name.startswith(("_foreach_", "_fused_"))
-    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    name, (_, overload) = operation_name(func), names_of(func)
+    overwrites = name in _OVERWRITES or str(overload).endswith("out")
+    by_index, seeded = name.startswith(("_foreach_", "_fused_")), has_tag(func, torch.Tag.nondeterministic_seeded)
     return _Operator(name, arguments(func), overwrites, name in _SHAPES_ONLY, by_index, seeded)
 
 

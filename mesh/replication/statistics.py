@@ -6,13 +6,12 @@ statistic of the whole batch. Invariant: a result with a row for each sample, co
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.torch_private import arguments, operation_name, version
+from ...kernels.torch_private import arguments, has_tag, operation_name, version
 
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue", "dot"}
@@ -40,7 +39,7 @@ def joins_samples(
     Args:
         all_differ: whether all inputs differ between ranks, so that none of them is a weight.
     """
-    name, _ = operation_name(func)
+    name = operation_name(func)
     given = args[0] if args else None
     if not isinstance(given, Tensor) or not given.dim() or given.is_nested:
         return False
@@ -64,17 +63,12 @@ def joins_samples(
 
 def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether the values of its inputs say how many rows an operation's result has: `x[x > 0]`, `nonzero`, `unique`."""
-    if not _may_choose(func):
+    if not has_tag(func, torch.Tag.dynamic_output_shape):
         return False
-    if operation_name(func)[0] != "index":
+    if operation_name(func) != "index":
         return True
     first = args[1][0]  # the index of the samples' dimension, which may be of booleans or of numbers
     return isinstance(first, Tensor) and first.dtype in _MASKS
-
-
-@functools.cache
-def _may_choose(func: Any) -> bool:
-    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) -> int | None:
@@ -82,7 +76,7 @@ def sample_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int) ->
 
     It is -1 if the second dimension is as long: then that may be the one of the samples, as where the time comes first.
     """
-    name, _ = operation_name(func)
+    name = operation_name(func)
     if name not in ("select", "unbind") or args[0].is_nested:
         return None
     if args[0].shape[0] != samples or (*args, 0)[1] % args[0].dim():
@@ -97,7 +91,7 @@ def note_average(net: Any, func: Any, args: tuple, kwargs: dict, line: str, resu
 
     What is multiplied may be a sum, by the number of samples, and isn't noted.
     """
-    given, name = args[0] if args else None, operation_name(func)[0]
+    given, name = args[0] if args else None, operation_name(func)
     if not isinstance(given, Tensor) or given.is_nested or not isinstance(result, Tensor) or result.is_nested:
         return
     if name in _KEEP_MEANS:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..kernels.errors import MeshError, SpmdError
-from ..kernels.torch_private import ITEM, DispatchMode, laid_out, storage, with_layout
+from ..kernels.torch_private import ITEM, DispatchMode, has_tag, laid_out, storage, with_layout
 from ..mesh import trees
 from ..mesh.purity.writes import written_by
 from ..mesh.rank.operation import refuse_write
@@ -94,7 +94,7 @@ class _OnShards(DispatchMode):
         self._given = {storage(shard.to_local()) for shard in shards}
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _WHOLE or torch.Tag.nondeterministic_seeded in func.tags:
+        if func in _WHOLE or has_tag(func, torch.Tag.nondeterministic_seeded):
             raise NeedsWhole
         if (func in _LOSSES and args[3] == _MEAN) or (func is aten.convolution.default and not _cut_by_samples(*args)):
             raise NeedsWhole

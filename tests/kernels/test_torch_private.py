@@ -72,8 +72,16 @@ def keep_storage_apart() -> None:
 
 
 def operation_name() -> None:
-    assert torch_private.operation_name(torch.ops.aten.add.out) == ("add", "out")
-    assert torch_private.operation_name(torch.ops.aten.add_.Tensor) == ("add_", "Tensor")
+    assert torch_private.operation_name(torch.ops.aten.add.out) == "add"
+    assert torch_private.names_of(torch.ops.aten.add_.Tensor) == ("aten::add_", "Tensor")
+    assert torch_private.names_of(torch.ops.aten.add) == ("aten::add", None)
+
+
+def has_tag() -> None:
+    dynamic, seeded = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
+    nonzero, rand_like = torch.ops.aten.nonzero.default, torch.ops.aten.rand_like.default
+    found = [torch_private.has_tag(one, tag) for one in (nonzero, rand_like) for tag in (dynamic, seeded)]
+    assert found == [True, False, False, True]
 
 
 def below_subclasses() -> None:
@@ -389,6 +397,7 @@ PARTS: dict[Callable[[], None], str] = {
     storage: "following which axes a value differs over, and with it the error for a forgotten psum",
     keep_storage_apart: "following which axes a value differs over, and with it the error for a forgotten psum",
     operation_name: "following which axes a value differs over, and with it the error for a forgotten psum",
+    has_tag: "knowing what draws random numbers, and what chooses samples by their values",
     below_subclasses: "following what a step computes from its batch under shards=",
     without_torch_function: "following what a step computes from its batch under shards=",
     arguments: "refusing writes of what was computed from the batch under shards=",

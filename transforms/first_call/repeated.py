@@ -224,11 +224,11 @@ class _Records(_Draws):
 
 def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is a batch norm in training."""
-    if "batch_norm" not in operation_name(func)[0]:
+    if "batch_norm" not in operation_name(func):
         return False
     names = [argument.name for argument in arguments(func)]
     if "training" not in names:
-        return "no_training" not in operation_name(func)[0]
+        return "no_training" not in operation_name(func)
     index = names.index("training")
     return bool(args[index] if index < len(args) else kwargs.get("training"))
 
