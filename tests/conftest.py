@@ -39,24 +39,7 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files; within a file, tests keep their order."""
     place = {f"test_{name}.py": number for number, name in enumerate(LONG.split())}
-    items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path))
-
-
-class Rotated(pytest.Dir):
-    """A folder with which each worker begins elsewhere: what one has compiled, the others read.
-
-    Rewriting the assertions of all files is most of a worker's start; in one order all would do it at the same time.
-    """
-
-    def collect(self) -> list[pytest.Item | pytest.Collector]:
-        found = list(super().collect())
-        worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{what}", "gw0") for what in ("", "_COUNT"))
-        first = len(found) * int(worker.removeprefix("gw")) // max(1, int(count.removeprefix("gw")))
-        return found[first:] + found[:first]
-
-
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector:
-    return Rotated.from_parent(parent, path=path)
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session", autouse=True)
