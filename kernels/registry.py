@@ -100,7 +100,7 @@ def register_backend(name: str, factory: Factory) -> None:
         raise SpecError("register_backend got a bad name", got=repr(name), expected=expected)
     check_function("register_backend", factory, "register_backend(name, factory)")
     try:
-        inspect.signature(factory).bind(**dict.fromkeys(_ARGUMENTS))
+        inspect.signature(factory, follow_wrapped=False).bind(**dict.fromkeys(_ARGUMENTS))
     except ValueError:  # a function in C that does not say what it takes
         pass
     except TypeError as error:

@@ -35,6 +35,7 @@ from .remote.caller import Unreached
 from .remote.handle import Remote
 from .remote.node import Node
 
+_OF_RANKS = ("device_mesh", "session")
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
@@ -42,7 +43,7 @@ REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replace
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
     found = getattr(type(mesh), name, None)
-    if isinstance(found, property):  # one that has raised a RankOnly, for which Python asks here: raise it again
+    if name in _OF_RANKS and isinstance(found, property):  # it has raised a RankOnly, for which Python asks here: again
         found.__get__(mesh)
     raise no_attribute(mesh, name, OF_MESHES)
 

@@ -3,7 +3,8 @@
 For tests of what programs do. A process that imports torch costs more than most of these tests, and one that makes a
 mesh would import it twice, in its zygote, too; so a program gets a zygote that was forked with it. Tests that use
 `subprocess` cover a start from nothing. Invariant: a program can tell only by how soon it begins, and ends (see
-`_quickly`). With FORKED_CHILDREN among its variables the Pythons that it starts itself are forks, too.
+`_quickly`). With FORKED_CHILDREN among its variables the Pythons that it starts itself are forks, too, which have one
+hash seed: an order of sets that differs between ranks shows in fresh ones only.
 """
 
 from __future__ import annotations

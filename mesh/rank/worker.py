@@ -38,8 +38,9 @@ from .state import RankState
 from .tasks import DO
 
 AGAIN_SECONDS = 0.05  # until an interrupt that came at a bad moment is tried again
-BLOCK_SECONDS = 1.0  # how long a `with` statement may take to begin or end until it is interrupted all the same
+BLOCK_SECONDS = 0.5  # how long a `with` statement may take to begin or end until it is interrupted all the same
 INTERRUPT_SECONDS = 0.3  # between two interrupts of one task, so that the first one's cleaning up is not interrupted
+_BLOCK_ENDS = ("__enter__", "__exit__", "__aenter__", "__aexit__")
 
 
 class Worker(Owned):
@@ -292,7 +293,7 @@ def _is_bad_moment(frame: FrameType | None, *, in_block: bool) -> bool:
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith("<frozen importlib") or (in_block and code.co_name in ("__enter__", "__exit__")):
+        if code.co_filename.startswith("<frozen importlib") or (in_block and code.co_name in _BLOCK_ENDS):
             return True
         frame = frame.f_back
     return False
