@@ -152,7 +152,7 @@ def _look_through(container: Any, most: int) -> tuple[bool, int]:
             left += [*one, *one.values()]
         elif type(one) in (list, tuple, set):
             left += one
-        elif type(one) not in SCALARS:
+        elif type(one) not in SCALARS and not isinstance(one, np.number):  # of which marshal takes the bytes
             return False, count
     return not left, count
 

@@ -263,6 +263,8 @@ def test_numbers_and_texts_alone_are_seen_at_any_depth():
     assert changed(lambda: long, lambda: long.insert(0, long.pop() + 1))
     assert changed(lambda: table, lambda: table.update({many - 1: 1.0}))
     assert changed(lambda: members, lambda: (members.remove(0), members.add(-1)))
+    long[0] = np.float64(3)
+    assert changed(lambda: long, lambda: long.insert(0, np.float64(long.pop(0) + 1)))
     assert changed(lambda: long, lambda: long.append([torch.ones(2)]))
     assert not changed(lambda: (deep, long, table, members), lambda: None)
     longest = [0.5] * (shipping._LOOKED_AT + 1)

@@ -19,6 +19,7 @@ from .._call import Call, Output
 from .repeated import Repeated
 
 _SAMPLES = 4  # few, since the graph of all samples is in memory, too
+_SMALL = 1 << 16  # elements; gradients by larger leaves take long, and much memory
 _ENTRIES = 4096  # of each gradient, that are compared
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 5e-2
@@ -30,13 +31,12 @@ def look_at_slopes(call: Call, again: Repeated, count: int) -> bool:
     if again.seen.normalises or again.knows_count:
         return False
     samples = torch.arange(count, device="cpu")
-    found = [_differing(call, again, some) for some in (samples[:_SAMPLES], samples.flip(0)[:_SAMPLES])]
     # Rounding may turn a maximum, or a kink, to another side; not for both.
-    differing = [one for one in found if one is not None]
-    if len(differing) < len(found):
+    differing = _differing(call, again, samples[:_SAMPLES])
+    if differing is None or _differing(call, again, samples.flip(0)[:_SAMPLES]) is None:
         return False
     if call.region is not None and call.region.session.rank == 0:
-        part, (whole, joined) = call.runs_on, differing[0]
+        part, (whole, joined) = call.runs_on, differing
         warn(
             f"the gradient of {call.name} is not a mean over samples, as its value is: a hook, a "
             "torch.autograd.Function, or a factor behind detach() computes something of the gradient or the value of a "
@@ -78,13 +78,13 @@ def _differing(call: Call, again: Repeated, samples: Tensor) -> tuple[float, flo
 
 
 class _Slope:
-    """Takes the gradients of an output, and keeps some of their entries: one gradient is in memory at a time.
+    """Takes the gradients of an output by small leaves (biases, of large layers), and keeps some of their entries.
 
     Args:
         seed: what the backward pass begins with; None for that of a mean.
 
     Attributes:
-        entries: of all gradients.
+        entries: of these gradients.
     """
 
     def __init__(self, seed: float | None):
@@ -92,6 +92,7 @@ class _Slope:
         self.entries = torch.empty(0, device="cpu")
 
     def __call__(self, out: Output, leaves: list[Tensor]) -> None:
+        leaves = [leaf for leaf in leaves if leaf.numel() <= _SMALL] or [min(leaves, key=torch.numel)]
         kept = [_some(torch.zeros((), device=leaf.device).expand(leaf.shape)) for leaf in leaves]
 
         def keep(index: int) -> Any:
