@@ -221,8 +221,8 @@ class Array:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = self.full()
-        known = value.float() if value.dtype is torch.bfloat16 else value  # numpy has no bfloat16
-        return np.asarray(known.numpy(), dtype=dtype)
+        value = value.float() if value.dtype is torch.bfloat16 else value  # numpy has no bfloat16
+        return np.asarray(value.numpy(), dtype=dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         """What `torch.tensor` and `torch.as_tensor` ask for: the whole value, as `full()` gives it."""

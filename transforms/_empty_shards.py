@@ -46,7 +46,7 @@ def _stand_in(region: Region, over: tuple[str, ...], failed: Exception | None, o
     """
     comm = region.session.comm(over)
     try:
-        own = [failed is None, comm.size if failed else comm.rank]
+        own = [failed is None, comm.rank if failed is None else comm.size]
         none_failed, able = comm.all_reduced(torch.tensor(own, device="cpu"), "min")
         if none_failed and out is not None:
             return out

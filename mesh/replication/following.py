@@ -9,11 +9,10 @@ torch, as by `.item()`, is lost; comparing values may find that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +20,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.call import word_key
 from ...kernels.torch_private import (
-    Argument,
     DispatchMode,
     arguments,
     eagerly,
-    has_tag,
-    names_of,
-    operation_name,
     storage,
     version,
     without_torch_function,
@@ -36,13 +31,9 @@ from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within
 from .net import NOWHERE, RANDOM, Net, Varying, activate, joined, nbytes, numbers_in
+from .operators import operator_of
 from .statistics import chooses, joins_samples, note_average, sample_of
 
-# Their results take an input's shape, and nothing of its values.
-_SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"}
-_SHAPES_ONLY |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "sym_size", "sym_numel"}
-_OVERWRITES = {"copy_", "fill_", "zero_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "set_"}
-_OVERWRITES |= {"_foreach_copy_", "_foreach_zero_"}
 _PROBABILITIES = ("dropout_p", "dropout", "p")
 
 
@@ -92,28 +83,10 @@ class _Operations(DispatchMode):
     def with_functions(self, func: Any, args: Any, kwargs: Any) -> Any:
         varying = joined(self._net.of(tensor) for tensor in tensors_in([*args, *kwargs.values()]))
         result = func(*args, **kwargs)
-        for tensor in () if self._net.paused else tensors_in(result):
-            self._net.made(tensor, varying)
+        if not self._net.paused:
+            for tensor in tensors_in(result):
+                self._net.made(tensor, varying)
         return result
-
-
-class _Operator(NamedTuple):
-    """What is known of an operator, whatever it is given."""
-
-    name: str
-    arguments: tuple[Argument, ...]
-    overwrites: bool
-    shapes_only: bool
-    by_index: bool
-    seeded: bool
-
-
-@functools.cache
-def _operator(func: Any) -> _Operator:
-    name, (_, overload) = operation_name(func), names_of(func)
-    overwrites = name in _OVERWRITES or str(overload).endswith("out")
-    by_index, seeded = name.startswith(("_foreach_", "_fused_")), has_tag(func, torch.Tag.nondeterministic_seeded)
-    return _Operator(name, arguments(func), overwrites, name in _SHAPES_ONLY, by_index, seeded)
 
 
 class _Join:
@@ -121,7 +94,7 @@ class _Join:
 
     def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
         self._net, self._call = net, (func, args, kwargs)
-        self._operator = operator = _operator(func)
+        self._operator = operator = operator_of(func)
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
         self.written: list[Any] = []
         self.changed: list[Any] = []  # those of them that really change
@@ -220,7 +193,7 @@ def _key(tensor: Tensor) -> int:
 
 def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
-    return _operator(func).seeded and not any(
+    return operator_of(func).seeded and not any(
         (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
         or (name in ("train", "training") and not value)
         for name, value in _arguments_of(func, args, kwargs)
