@@ -30,7 +30,7 @@ from ..spec import Layout
 from . import open_sessions, sending
 from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
-from .lost_values import closed
+from .lost_values import RESTARTED, closed
 from .pending import Again, Flight, Make, Outcome, Pending, Task
 from .ranks import Ranks
 from .receiving import Receiving
@@ -314,7 +314,7 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        self.node.close(why)  # first, so that the end of a rank is not taken for its death
+        self.node.close(why, "make a new Mesh")  # first, so that the end of a rank is not taken for its death
         with self.lock:
             self.closing = True
             self.tell(protocol.Exit())
@@ -337,7 +337,7 @@ class DriverSession(Owned):
             resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
-        self.node.close(why)
+        self.node.close(why, "make them again" if why == RESTARTED else "make a new Mesh")
         self.ranks.kill()
         self.receiving.close(self.ranks.all)
         self.ranks.close()
