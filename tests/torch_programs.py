@@ -521,9 +521,16 @@ def messages(rank: int, size: int) -> None:
         dist.P2POp(dist.isend, x, (rank + 1) % size),
         dist.P2POp(dist.irecv, y, (rank - 1) % size),
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert y[-1] == (rank - 1) % size
+    sent, received = dist.batch_isend_irecv(operations)
+    sent.wait()
+    received.wait()
+    assert (y[-1], received._source_rank()) == ((rank - 1) % size, (rank - 1) % size)
+    try:
+        sent._source_rank()
+    except spmd.SpecError as error:
+        assert "has received nothing" in str(error)
+    else:
+        raise AssertionError("a send has no source")
 
 
 @program

@@ -57,14 +57,24 @@ _SIZED_BY_VALUES = frozenset(
     ("argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive")
 )
 _FLAGS = (torch.bool, torch.uint8)  # an index of these dtypes selects elements
+
+
+def _mT(x: torch.Tensor) -> torch.Tensor:  # torch has no function that refuses the same tensors
+    return x.mT
+
+
+def _H(x: torch.Tensor) -> torch.Tensor:
+    return x.H
+
+
 # Attributes of a tensor that are not called.
 ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "real": lambda x: torch.real(x),  # type: ignore[arg-type]
     "imag": lambda x: torch.imag(x),  # type: ignore[arg-type]
     "T": lambda x: x.permute(tuple(reversed(range(x.ndim)))),
-    "mT": lambda x: x.transpose(-2, -1),
+    "mT": lambda x: operate(_mT, (x,), {}),
     "mH": lambda x: x.adjoint(),
-    "H": lambda x: x.adjoint(),
+    "H": lambda x: operate(_H, (x,), {}),
     "device": lambda x: torch.device(x.mesh.device),
     "layout": lambda x: torch.strided,
     "itemsize": lambda x: x.dtype.itemsize,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import end_event, run_as_written
 from ..kernels.waiting import turn
 
@@ -119,6 +120,11 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
+        if self._source is None:
+            raise SpecError(
+                "a work that has received nothing was asked which rank sent it",
+                remedy="ask that of recv or irecv, after its wait()",
+            )
         return int(self._source)
 
     _source_rank = source_rank

@@ -169,9 +169,27 @@ def a_module(mesh, compiled, **options):
     return [step(params, BATCH["x"]) for _ in range(3)][-1]
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(lambda x: self.layer(x).tanh(), x, use_reentrant=False)
+
+
+def a_checkpoint_in_forward(mesh, compiled, **options):
+    torch.manual_seed(0)
+    apply, params = functional(Checkpointed())
+    options = {**options, "fullgraph": True} if options else {}
+    loss = compiled(lambda p, x: pmean(apply(p, x).square().mean(), "data"), **options)
+    step = spmd.spmd(lambda p, x: value_and_grad(loss)(p, x), mesh=mesh, in_specs=(P(), P("data")))
+    return [step(params, BATCH["x"]) for _ in range(3)][-1]
+
+
 PROGRAMS = [
     *(loss_and_grads, applied, trained, trained_compiled_within, collectives, gradient_through_a_collective),
-    *(moved, an_object, a_module, a_gradient_made_outside, a_whole_step),
+    *(moved, an_object, a_module, a_gradient_made_outside, a_whole_step, a_checkpoint_in_forward),
 ]
 
 

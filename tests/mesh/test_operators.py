@@ -196,7 +196,16 @@ def test_errors_are_those_of_the_whole_values(shared_mesh: Any, capfd: Any) -> N
     x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
     with pytest.raises(IndexError, match=r"expected to be in range of \[-2, 1\], but got 7"):
         x.sum(7).full()
+    for refused, dims in ((lambda: x[0].mT, 1), (lambda: x[0].mH, 1), (lambda: x[None].H, 3)):
+        with pytest.raises(RuntimeError, match=f"only supported on matrices.*Got {dims}-D tensor"):
+            refused().full()
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated on 0-D tensors")
+def test_a_number_is_a_matrix_to_torch(shared_mesh: Any) -> None:
+    x = put(torch.tensor(2.0), P(), mesh=shared_mesh({"data": 2}))
+    assert [float(same) for same in (x.T, x.mT, x.H, x.mH)] == [2.0] * 4
 
 
 def test_an_index_for_which_torch_makes_a_tensor_gives_no_advice_about_dtensors(shared_mesh: Any, capfd: Any) -> None:
