@@ -210,7 +210,7 @@ def one_by_one(p: Any, b: Any) -> Any:
     final = torch.zeros(len(gain))
     for step in table.T:  # which are as many steps
         final = step + 0.9 * final
-    return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last + final)
+    return value_and_grad(weighted)(p, x, b["y"], gain + last + final)
 
 
 def of_parameters(p: Any, b: Any) -> Any:
