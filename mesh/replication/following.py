@@ -154,8 +154,13 @@ class _Join:
 
     def _joins_samples(self, index: int, result: Tensor, varying: Varying) -> bool:
         all_differ = all(whole.origins for whole, _ in self.reads[adds(self._operator.name) :])
-        of_batch = any(varying.origins.get(axis, RANDOM) != RANDOM for axis in self._net.split)
-        return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ, of_batch=of_batch)
+        return joins_samples(
+            *self._call, self._net.samples, index, result, all_differ=all_differ, of_batch=self._is_of_batch(varying)
+        )
+
+    def _is_of_batch(self, varying: Varying) -> bool:
+        """Whether something differs because the batch does, not only by random numbers."""
+        return any(varying.origins.get(axis, RANDOM) != RANDOM for axis in self._net.split)
 
     def settle(self, result: Any) -> None:
         """Note how what the operation wrote, and what it returned, varies."""
@@ -177,7 +182,8 @@ class _Join:
             if net.samples > 1 and varying.origins and not isinstance(varying.row, int):
                 if self._joins_samples(index, tensor, varying):
                     varying = note_statistic(varying, name, index)
-                varying = varying._replace(row=rows_of(*self._call, net.samples, index, varying.row))
+                if self._is_of_batch(varying):
+                    varying = varying._replace(row=rows_of(*self._call, net.samples, index, varying.row))
                 if chooses(*self._call):
                     varying = varying._replace(chosen=f"{name} at {varying.line}")
                 elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample

@@ -55,8 +55,8 @@ def joins_samples(
     given = tensors[0] if tensors else None
     if given is None or any(x.is_nested for x in (*tensors, result)) or not max(x.dim() for x in tensors):
         return False
-    if of_batch and not result.dim() and name not in _PICKING and max(tensor.numel() for tensor in tensors) > 1:
-        return True
+    if of_batch and not index and not result.dim() and name not in _PICKING and max(x.numel() for x in tensors) > 1:
+        return True  # another result is a count, as of a loss that its gradient is divided by
     if all_differ and _pairs(name, tensors, samples, result):
         return True
     if name.removesuffix("_") in _SCATTERED:  # more rows than places

@@ -230,7 +230,14 @@ def of_gradients(p: Any, b: Any) -> Any:
     return value_and_grad(f)({"w": p["w"] + 0.1 * up["w"] / up["w"].norm()}, b["x"] + along.sign())
 
 
-NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count, of_gradients)
+def of_torchs_gradients(p: Any, b: Any) -> Any:
+    x = b["x"].clone().requires_grad_()
+    (along,) = torch.autograd.grad(F.cross_entropy(x @ p["w"], b["y"]), x)
+    return value_and_grad(lambda p, x: losses(p, x, b["y"]).mean())(p, b["x"] + 0.1 * along.sign())
+
+
+NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count)
+NONE += (of_gradients, of_torchs_gradients)
 
 
 @pytest.mark.parametrize("step", NONE)
