@@ -119,7 +119,7 @@ class _Join:
         rows, moved = set(), False
         for index, argument in enumerate(operator.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            is_index = argument.name in ("index", "indices")
+            is_index = argument.name in ("index", "indices") or operator.name.startswith("split")
             if isinstance(value, Tensor):
                 self._inputs[_key(value)] = version(value)
                 if not (operator.overwrites and argument.name in written):
@@ -183,7 +183,7 @@ class _Join:
                 if self._joins_samples(index, tensor, varying):
                     varying = note_statistic(varying, name, index)
                 if self._is_of_batch(varying):
-                    varying = varying._replace(row=rows_of(*self._call, net.samples, index, varying.row))
+                    varying = varying._replace(row=rows_of(*self._call, net.samples, index, tensor, varying.row))
                 if chooses(*self._call):
                     varying = varying._replace(chosen=f"{name} at {varying.line}")
                 elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample

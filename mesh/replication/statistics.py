@@ -32,6 +32,7 @@ _PICKING = {"select", "unbind", "index", "gather", "take"}  # one of several num
 _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"}
 _LOSSES |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _KEEP_MEANS = {"add", "sub", "neg", "clone", "_to_copy", "detach", "alias", "view", "div"}
+_SELECTING = {"select", "unbind", "slice", "split", "split_with_sizes"}  # some rows, as views
 _MASKS = (torch.bool, torch.uint8)
 _Rows = int | tuple[int, int] | None
 _ORDER = "the order by "
@@ -133,7 +134,10 @@ def note_statistic(varying: Varying, name: str, index: int) -> Varying:
 
 
 def without_order(varying: Varying, index: Tensor, samples: int) -> Varying:
-    """How an index varies, for what it is applied to: in another order, all samples are still those of the rank."""
+    """How an index varies, for what it is applied to: in another order, all samples are still those of the rank.
+
+    So they are in parts of an order (`for at in lengths.argsort().split(8)`), but not in its beginning.
+    """
     if varying.statistic.startswith(_ORDER) and is_batch(index, samples):
         return varying._replace(statistic="")
     return varying
@@ -149,7 +153,7 @@ def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
     return isinstance(first, Tensor) and first.dtype in _MASKS
 
 
-def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, row: _Rows) -> _Rows:
+def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, row: _Rows) -> _Rows:
     """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`, `x[:-1]`.
 
     It is -1 for one if the second dimension is as long: then that may be the one of the samples, as where the time
@@ -158,31 +162,29 @@ def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, row:
     Args:
         row: which of them its input is; None if all.
     """
-    name, given = operation_name(func), args[0] if args else None
-    if (
-        name not in ("select", "unbind", "slice", "split", "split_with_sizes")
-        or given.is_nested
-        or isinstance(row, int)
-    ):
+    name = operation_name(func)
+    if name not in _SELECTING or args[0].is_nested or isinstance(row, int):
         return row
-    first, end = row or (0, samples)
+    given, (first, end) = args[0], row or (0, samples)
     at = 2 if name.startswith("split") else 1
     if given.shape[0] != end - first or (*args, 0, 0)[at] % given.dim():
         return row
+    may_be_time = samples in given.shape[1:2]
     if name in ("select", "unbind"):
-        if samples in given.shape[1:2]:
-            return -1
-        return first + (index if name == "unbind" else args[2] % given.shape[0])
-    if name == "slice":
-        start, stop, step = slice(*(*args, None, None)[2:4], *args[4:5]).indices(given.shape[0])
+        start, count = index if name == "unbind" else args[2] % given.shape[0], 1
     else:
-        start = index * args[1] if name == "split" else sum(args[1][:index])
-        stop, step = min(start + args[1] if name == "split" else start + args[1][index], given.shape[0]), 1
-    if step != 1 or stop <= start or (start, stop) == (0, samples):
-        return row
-    if samples in given.shape[1:2]:
-        return -1 if stop == start + 1 else row
-    return first + start if stop == start + 1 else (first + start, first + stop)
+        start, count = _start(name, args, index, given.shape[0]), result.shape[0]
+    if count == 1:
+        return -1 if may_be_time else first + start
+    every = name == "slice" and args[4:5] not in ((), (1,))  # second or third one
+    return row if may_be_time or every or count in (0, end - first) else (first + start, first + start + count)
+
+
+def _start(name: str, args: tuple, index: int, rows: int) -> int:
+    """Where part `index` that a slice or a split takes of some rows begins."""
+    if name == "slice":
+        return slice(*(*args, None, None)[2:4]).indices(rows)[0]
+    return index * args[1] if name == "split" else sum(args[1][:index])
 
 
 def put_together(name: str, entries: list[tuple[Tensor, Varying]], samples: int) -> tuple[Varying, bool]:

@@ -162,6 +162,14 @@ def packed(x: Tensor, y: Tensor) -> Tensor:
     return out.sum(1)
 
 
+def by_length(x: Tensor, y: Tensor) -> Tensor:
+    """As in buckets of about equal lengths."""
+    out = torch.empty_like(x)
+    for at in y.argsort().split(4):
+        out[at] = rms(x[at])
+    return out.sum(1)
+
+
 def padded(g: Tensor) -> Tensor:
     """Something for one sample of each rank only, times 0 so that it is the same on one device."""
     return torch.cat([0 * g[:1], torch.zeros(len(g) - 1)]) + torch.cat([0 * g[:2], torch.zeros(len(g) - 2)])
@@ -192,6 +200,7 @@ APART = {
     "pairs of neighbours": lambda x, y, g, t: (g.view(-1, 2).mean(1) + g[::2] - g[1::2]).repeat_interleave(2),
     "half of them": lambda x, y, g, t: g + padded(g) + written(g),
     "experts": lambda x, y, g, t: experts(x, y),
+    "by length": lambda x, y, g, t: by_length(x, y),
     "packed": lambda x, y, g, t: packed(x, y),
     "codes": lambda x, y, g, t: codes(x),
 }
