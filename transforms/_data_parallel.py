@@ -184,7 +184,7 @@ class DataParallel(Transformable):
             _check_equal(samples, part, sizes, self._name)
         net = active()
         if net is not None:
-            net.samples = part.here
+            net.samples, net.split = part.here, tuple(samples)
         before, region.plan = region.plan, self._plan.of_batch(samples, part.virtual, part.leaves)
         try:
             if part.virtual is None:

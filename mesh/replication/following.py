@@ -32,7 +32,17 @@ from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within
 from .net import NOWHERE, RANDOM, Net, Varying, activate, joined, nbytes, numbers_in
 from .operators import operator_of
-from .statistics import chooses, joins_samples, note_average, sample_of
+from .statistics import (
+    adds,
+    chooses,
+    is_batch,
+    joins_samples,
+    note_average,
+    note_statistic,
+    put_together,
+    rows_of,
+    without_order,
+)
 
 _PROBABILITIES = ("dropout_p", "dropout", "p")
 
@@ -106,22 +116,33 @@ class _Join:
             self.written.append(value)
             if not _only_scales(name, kwargs):
                 self.changed.append(value)
+        rows, moved = set(), False
         for index, argument in enumerate(operator.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
+            is_index = argument.name in ("index", "indices") or operator.name.startswith("split")
             if isinstance(value, Tensor):
                 self._inputs[_key(value)] = version(value)
                 if not (operator.overwrites and argument.name in written):
-                    self.reads.append((net.of(value), None))
+                    varying = net.of(value)
+                    self.reads.append((without_order(varying, value, net.samples) if is_index else varying, None))
+                    if varying.origins and (varying.row is not None or is_batch(value, net.samples)):
+                        rows.add(varying.row)
             elif isinstance(value, list | tuple):
                 self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
                 if not (operator.overwrites and argument.name in written):
                     each = [_of_each(net, item) for item in value]
-                    self.reads.append((joined(each), each))
+                    if is_index:
+                        each = [
+                            without_order(one, item, net.samples) if isinstance(item, Tensor) else one
+                            for one, item in zip(each, value, strict=True)
+                        ]
+                    whole = joined(each)
+                    if operator.name in ("cat", "stack") and not (*args, 0)[1]:
+                        whole, moved = put_together(operator.name, list(zip(value, each, strict=True)), net.samples)
+                    self.reads.append((whole, each))
         self._all = NOWHERE if operator.shapes_only else joined([whole for whole, _ in self.reads])
-        if self._all.origins:
-            rows = {varying.row for varying, each in self.reads if varying.origins and each is None}
-            if len(rows - {None}) > 1:
-                self._all = self._all._replace(statistic=f"{operator.name} at {self._all.line}")
+        if self._all.origins and (moved or len(rows - {-1}) > 1):
+            self._all = self._all._replace(statistic=f"{operator.name} at {self._all.line}")
         if operator.seeded and _draws(func, args, kwargs):
             self._all = joined([self._all, _of_random_numbers(net)])
 
@@ -131,9 +152,15 @@ class _Join:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
-    def _joins_samples(self, index: int, result: Tensor) -> bool:
-        all_differ = all(whole.origins for whole, _ in self.reads)
-        return joins_samples(*self._call, self._net.samples, index, result, all_differ=all_differ)
+    def _joins_samples(self, index: int, result: Tensor, varying: Varying) -> bool:
+        all_differ = all(whole.origins for whole, _ in self.reads[adds(self._operator.name) :])
+        return joins_samples(
+            *self._call, self._net.samples, index, result, all_differ=all_differ, of_batch=self._is_of_batch(varying)
+        )
+
+    def _is_of_batch(self, varying: Varying) -> bool:
+        """Whether something differs because the batch does, not only by random numbers."""
+        return any(varying.origins.get(axis, RANDOM) != RANDOM for axis in self._net.split)
 
     def settle(self, result: Any) -> None:
         """Note how what the operation wrote, and what it returned, varies."""
@@ -141,8 +168,8 @@ class _Join:
         for value in self.written:
             for index, count, tensor in _entries(value):
                 varying = self._at(index, count) if isinstance(value, list | tuple) else self._all
-                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor):
-                    varying = varying._replace(statistic=f"{name} at {varying.line}")
+                if net.samples > 1 and varying.origins and self._joins_samples(index, tensor, varying):
+                    varying = note_statistic(varying, name, index)
                 if overwrites and tensor.numel() * tensor.element_size() >= nbytes(tensor):
                     net.made(tensor, varying)
                 elif varying.origins or not overwrites:
@@ -152,14 +179,13 @@ class _Join:
             if id(tensor) in changed:
                 continue
             varying = self._at(index, count)
-            if net.samples > 1 and varying.origins and varying.row is None:
-                here = f"{name} at {varying.line}"
-                if self._joins_samples(index, tensor):
-                    varying = varying._replace(statistic=here)
-                elif (row := sample_of(*self._call, net.samples, index)) is not None:
-                    varying = varying._replace(row=row)
+            if net.samples > 1 and varying.origins and not isinstance(varying.row, int):
+                if self._joins_samples(index, tensor, varying):
+                    varying = note_statistic(varying, name, index)
+                if self._is_of_batch(varying):
+                    varying = varying._replace(row=rows_of(*self._call, net.samples, index, tensor, varying.row))
                 if chooses(*self._call):
-                    varying = varying._replace(chosen=here)
+                    varying = varying._replace(chosen=f"{name} at {varying.line}")
                 elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
                     varying = varying._replace(chosen="")
             key = _key(tensor)

@@ -88,14 +88,14 @@ class Varying(NamedTuple):
         line: where the user's program last computed with it: `train.py:12`.
         statistic: the operation that computed it from several of this rank's samples, if any: `mean at train.py:12`.
         chosen: the operation that chose it, or rows of it, by values, if any: `index at train.py:12`.
-        row: which of this rank's samples it comes of, if it is known to be one.
+        row: which of this rank's samples it comes of, if it is known to be one, or some in a row: from, and up to.
     """
 
     origins: dict[str, str]
     line: str = ""
     statistic: str = ""
     chosen: str = ""
-    row: int | None = None
+    row: int | tuple[int, int] | None = None
 
     @property
     def axes(self) -> frozenset[str]:
@@ -136,8 +136,8 @@ class Net:
 
     def __init__(self, sizes: dict[str, int]):
         self.axes = frozenset(name for name, size in sizes.items() if size > 1)
-        self.samples = 0
-        """How many samples of a split batch this rank has."""
+        self.samples, self.split = 0, tuple[str, ...]()
+        """How many samples of a split batch this rank has, and the axes along which it is split."""
         self.asked = False
         """Whether the body has asked for its place in the mesh, and so may do other things on other ranks."""
         self._storages: dict[int, tuple[Any, Varying]] = {}  # the first entry keeps the address from being reused
@@ -203,9 +203,9 @@ class Net:
 
     def written(self, tensor: Tensor, varying: Varying) -> None:
         """Note that something was written to a part of a tensor's memory."""
-        whole = joined([self.of(tensor), varying])
-        found = self._storages.get(storage(tensor))
-        self.made(tensor, whole if found is None else joined([found[1], whole]))
+        whole = joined([self._storages.get(storage(tensor), (None, NOWHERE))[1], self.of(tensor), varying])
+        is_part = tensor.numel() * tensor.element_size() < nbytes(tensor)
+        self.made(tensor, whole._replace(row=None) if is_part else whole)  # the rest is of other samples
 
     def result(self, tensor: Tensor, varying: Varying) -> None:
         """Note exactly how a result of the library differs that was computed while the net was paused."""

@@ -210,7 +210,7 @@ def one_by_one(p: Any, b: Any) -> Any:
     final = torch.zeros(len(gain))
     for step in table.T:  # which are as many steps
         final = step + 0.9 * final
-    return value_and_grad(weighted)(p, x, b["y"], gain + gain[0] * 0 + last + final)
+    return value_and_grad(weighted)(p, x, b["y"], gain + last + final)
 
 
 def of_parameters(p: Any, b: Any) -> Any:
@@ -230,7 +230,14 @@ def of_gradients(p: Any, b: Any) -> Any:
     return value_and_grad(f)({"w": p["w"] + 0.1 * up["w"] / up["w"].norm()}, b["x"] + along.sign())
 
 
-NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count, of_gradients)
+def of_torchs_gradients(p: Any, b: Any) -> Any:
+    x = b["x"].clone().requires_grad_()
+    (along,) = torch.autograd.grad(F.cross_entropy(x @ p["w"], b["y"]), x)
+    return value_and_grad(lambda p, x: losses(p, x, b["y"]).mean())(p, b["x"] + 0.1 * along.sign())
+
+
+NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count)
+NONE += (of_gradients, of_torchs_gradients)
 
 
 @pytest.mark.parametrize("step", NONE)
