@@ -233,6 +233,15 @@ def detect(environ: Environ = os.environ) -> Launch | None:
     return next((each.launch(environ) for each in ENVIRONMENTS if each.present(environ)), None)
 
 
+def variables_of(source: str) -> list[str]:
+    """The variables by which an environment makes a process a rank: without them it is none.
+
+    >>> variables_of("torchrun"), variables_of("initialize")
+    (['RANK', 'WORLD_SIZE'], [])
+    """
+    return [name for each in ENVIRONMENTS if each.name == source for name in " ".join(each.names[:2]).split()]
+
+
 def describe(environ: Environ = os.environ) -> list[tuple[str, bool, str]]:
     """For every environment, in the order in which they are tried: its name, whether it is present, and why (not).
 

@@ -26,11 +26,12 @@ import torch.distributed as dist
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import CODE_BYTES, code, same, seal, unseal
-from ...kernels.processes import gone, namespace
-from .environments import Launch
+from ...kernels.processes import gone, namespace, status_of
+from .environments import Launch, variables_of
 from .secret import Secret, required
 
 _LOOK_SECONDS = 0.02
+_SAY_SECONDS = 10.0  # after which a program that a rank has started says what it waits for
 _LONGEST = 4096  # bytes of a signature at most
 _MARK_BYTES = 8  # a hash that tells one secret from another, and says nothing about it
 
@@ -61,6 +62,16 @@ class _Signature:
 
     def text(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()
+
+
+def _has_started_this(other: _Signature) -> bool:
+    """Whether a process that has signed in is an ancestor of this one."""
+    pid = os.getpid()
+    while other.namespace == namespace() and (status := status_of(pid)) is not None:
+        pid = int(status["PPid"])
+        if pid == other.pid:
+            return True
+    return False
 
 
 class RollCall:
@@ -108,9 +119,11 @@ class RollCall:
             pause = min(pause * 1.5, 0.1)
 
     def _key_among_restarts(self, timeout: float) -> bytes:
-        size, end = self._launch.size, time.monotonic() + timeout
+        size, began = self._launch.size, time.monotonic()
+        before = self._signed_in()[0].get(self._launch.rank)
+        parent = before if before is not None and _has_started_this(before) else None
         self._store.set(self._name, self._mine)  # type: ignore[arg-type]
-        announced = b""
+        announced, said = b"", False
         while True:
             self._stay()
             there, strange = self._signed_in()
@@ -124,7 +137,13 @@ class RollCall:
                 names = [f"agreed/{peer}" for peer in range(size)]
                 if self._store.check(names) and all(same(self._store.get(name), agreed) for name in names):
                     return self._job_key(key, everyone)
-            if time.monotonic() > end:
+            passed = time.monotonic() - began
+            if parent is not None and not said and passed > _SAY_SECONDS:
+                said = True
+                print(f"spmd: waits for the other ranks: {self._started_by(parent)}", file=sys.stderr, flush=True)
+            if passed > timeout:
+                if parent is not None:
+                    raise self._started_by(parent)
                 missing = sorted(set(range(size)) - set(everyone)) or [
                     peer for peer in range(size) if not self._store.check([f"agreed/{peer}"])
                 ]
@@ -178,8 +197,21 @@ class RollCall:
             problem = f"two processes are rank {rank}: {other.pid} on {other.host} and {here}"
             remedy = "give each process a rank of its own, and each run a meeting place of its own"
             self._refuse(problem)
+            if _has_started_this(other):
+                raise self._started_by(other)
         where = f"size {self._launch.size}, from {self._launch.source}"
         raise MeshError(problem, where=where, remedy=remedy)
+
+    def _started_by(self, rank: _Signature) -> MeshError:
+        """A program that a rank has started is taken for that rank, whose environment it has."""
+        names = variables_of(self._launch.source)
+        return MeshError(
+            f"this program was started by rank {self._launch.rank} (process {rank.pid}), whose variables it has, so it "
+            "is taken for a rank",
+            where=f"process {os.getpid()}, size {self._launch.size}, from {self._launch.source}",
+            remedy="start it by `spmd run`, which gives it ranks of its own"
+            + (f", or as a driver: env{''.join(f' -u {name}' for name in names)} python ..." if names else ""),
+        )
 
     def _stay(self) -> None:
         """Write this rank's entry again if somebody without the secret has overwritten it."""

@@ -95,6 +95,7 @@ def run(arguments: list[str]) -> int:
     """Launch a script with torch's elastic launcher; returns the exit status, that of the first rank that failed."""
     from torch.distributed.run import run as launch
 
+    from ..mesh.launch.environments import Explicit
     from ..mesh.rank.memory import tunables
     from . import one_host
     from .options import problem_of, unknown_plugin
@@ -103,6 +104,8 @@ def run(arguments: list[str]) -> int:
     # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
+    for name in Explicit.names:  # of a rank that runs this command: the ranks of this job have torch's
+        os.environ.pop(name, None)
     options = parse(arguments)
     problem = problem_of(options)
     if problem is not None:

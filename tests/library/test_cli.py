@@ -229,6 +229,14 @@ def test_one_rank_reads_a_script_from_standard_input() -> None:
     assert run("-m", "spmd", "run", "-n", "1", "-", "--lr", "0.1", text=program)[:2] == (0, "0 ['-', '--lr', '0.1']\n")
 
 
+def test_a_rank_runs_a_job_of_its_own(tmp_path: Path) -> None:
+    """One that was told by hand which rank it is."""
+    (tmp_path / "inner.py").write_text("import spmd; mesh = spmd.Mesh(); print(mesh.rank, mesh.size, flush=True)")
+    by_hand = {"SPMD_RANK": "2", "SPMD_SIZE": "3", "SPMD_LOCAL_RANK": "2", "SPMD_LOCAL_SIZE": "3"}
+    status, out, err = run("-m", "spmd", "run", "-n", "2", "inner.py", cwd=tmp_path, env=by_hand)
+    assert (status, sorted(out.splitlines())) == (0, ["0 2", "1 2"]), err
+
+
 def test_who_reads_has_read_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)

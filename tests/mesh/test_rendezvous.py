@@ -21,7 +21,7 @@ from fork_server import shared_server
 from jobs import environ_without
 from patience import HANGS, quick
 from ports import free_port
-from scripts import ENDS_WHOLLY, run, started
+from scripts import ENDS_WHOLLY, launched, run, started
 
 from spmd import MeshError, initialize
 
@@ -229,6 +229,31 @@ def test_a_process_with_other_sockets_meets_as_well() -> None:
         f"initialize(0, 1, init_method='tcp://127.0.0.1:{port}'); print(Mesh().size)"
     )
     assert run("-c", code)[:2] == (0, "1\n")
+
+
+STARTS_ANOTHER = f"""
+import subprocess, sys
+from spmd import Mesh, MeshError
+try:
+    mesh = Mesh(timeout={HANGS} if len(sys.argv) == 1 else 1)
+    print("rank", mesh.rank, "of", mesh.size, flush=True)
+    if mesh.rank == 0:
+        subprocess.run([sys.executable, sys.argv[0], "child"], check=True)
+except MeshError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("environ", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["once", "restarts"])
+def test_a_program_that_a_rank_starts_is_told_whose_variables_it_has(tmp_path: Path, environ: dict[str, str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STARTS_ANOTHER)
+    status, out, err = launched(2, str(program), without=["SPMD_", "TORCHELASTIC"], env=environ)
+    assert status == 0, err
+    lines = sorted(out.splitlines())
+    assert lines[:2] == ["rank 0 of 2", "rank 1 of 2"]
+    told = r"this program was started by rank 0 \(process \d+\), whose variables it has.*-u SPMD_RANK -u SPMD_SIZE"
+    assert len(lines) == 3 and re.match(told, lines[2]), out
 
 
 def test_the_meeting_place_is_removed(tmp_path: Path) -> None:
