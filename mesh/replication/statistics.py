@@ -196,7 +196,7 @@ def put_together(name: str, entries: list[tuple[Tensor, Varying]], samples: int)
     for tensor, varying in entries:
         if varying.origins and isinstance(varying.row, tuple):
             rows = range(*varying.row)
-            moved |= rows.start != at and len(rows) == len(tensor) and seen.isdisjoint(rows)
+            moved |= rows.start != at and tensor.shape[:1] == (len(rows),) and seen.isdisjoint(rows)
             seen.update(rows)
         at += len(tensor) if name == "cat" and tensor.dim() and not tensor.is_nested else 1
     whole = joined(varying for _, varying in entries)

@@ -75,6 +75,7 @@ JOINED = {
     "slices": (lambda x, y, g, t: F.pad(g[1:] - g[:-1], (0, 1)), "sub"),
     "shifted": (lambda x, y, g, t: shifted(x, g), "cat"),
     "halves": (lambda x, y, g, t: torch.cat([*g.chunk(2)][::-1]), "cat"),
+    "numbers of parts": (lambda x, y, g, t: torch.stack([part.amax() for part in g.chunk(2)])[0] * g, "amax"),
     "first": (lambda x, y, g, t: g - g[0], "sub"),
     "product with the first": (lambda x, y, g, t: x @ x[0], "mv"),
     "the largest": (lambda x, y, g, t: g - g[g.argmax()], "sub"),
