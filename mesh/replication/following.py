@@ -153,7 +153,7 @@ class _Join:
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
     def _joins_samples(self, index: int, result: Tensor, varying: Varying) -> bool:
-        all_differ = all(whole.origins for whole, _ in self.reads[adds(self._operator.name) :])
+        all_differ = all(self._is_of_batch(whole) for whole, _ in self.reads[adds(self._operator.name) :])
         return joins_samples(
             *self._call, self._net.samples, index, result, all_differ=all_differ, of_batch=self._is_of_batch(varying)
         )

@@ -48,8 +48,8 @@ def joins_samples(
     have no shape, never count.
 
     Args:
-        all_differ: whether all inputs differ between ranks, so that none of them is a weight.
-        of_batch: whether they differ because the batch does, not only by random numbers.
+        all_differ: whether all inputs differ because the batch does, so that none is a weight, or random numbers.
+        of_batch: whether any does.
     """
     name = operation_name(func)
     tensors = [value for value in args if isinstance(value, Tensor)][adds(name) :]
@@ -60,6 +60,8 @@ def joins_samples(
         return True  # another result is a count, as of a loss that its gradient is divided by
     if all_differ and _pairs(name, tensors, samples, result):
         return True
+    if not given.dim():
+        return False
     if name.removesuffix("_") in _SCATTERED:  # more rows than places
         return args[1] % given.dim() == 0 and args[3].shape[:1] == (samples,) and given.shape[0] < samples
     if name.removesuffix("_") == "index_put" and (*args, False)[3]:
@@ -163,8 +165,10 @@ def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, resu
         row: which of them its input is; None if all.
     """
     name = operation_name(func)
-    if name not in _SELECTING or args[0].is_nested or isinstance(row, int):
+    if name not in _SELECTING or isinstance(row, int):
         return row
+    if args[0].is_nested:
+        return row if (*args, 0)[1] else -1
     given, (first, end) = args[0], row or (0, samples)
     at = 2 if name.startswith("split") else 1
     if given.shape[0] != end - first or (*args, 0, 0)[at] % given.dim():

@@ -453,7 +453,7 @@ def test_closing_and_restarting(make_mesh: Any, hosts: str | None) -> None:
     waits = gate.wait()
     mesh.restart()
     for lost in (waits, kept):
-        with pytest.raises(MeshError, match="restarted.*: make them again$"):
+        with pytest.raises(MeshError, match=r"restarted.*: make them again$"):
             lost.get()
     mesh.remote(Counter, 0).fail("at the end")
     with pytest.raises(MeshError, match="of another mesh, or of one that was restarted"):

@@ -62,6 +62,10 @@ def shifted(x: Tensor, g: Tensor) -> Tensor:
     return g + 0.9 * torch.cat([g[1:], torch.zeros(1)])
 
 
+def of_samples(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([*x], layout=torch.jagged)
+
+
 JOINED = {
     "sort, ranks": (lambda x, y, g, t: g.argsort().argsort(), "the order by sort"),
     "sort, the hardest": (lambda x, y, g, t: hardest(g), "the order by sort"),
@@ -76,6 +80,8 @@ JOINED = {
     "shifted": (lambda x, y, g, t: shifted(x, g), "cat"),
     "halves": (lambda x, y, g, t: torch.cat([*g.chunk(2)][::-1]), "cat"),
     "numbers of parts": (lambda x, y, g, t: torch.stack([part.amax() for part in g.chunk(2)])[0] * g, "amax"),
+    "a number by its index": (lambda x, y, g, t: g * torch.zeros(()).index_add(0, y[:1] * 0, g.mean()), "mean"),
+    "nested": (lambda x, y, g, t: g * of_samples(x).values().mean(), "mean"),
     "first": (lambda x, y, g, t: g - g[0], "sub"),
     "product with the first": (lambda x, y, g, t: x @ x[0], "mv"),
     "the largest": (lambda x, y, g, t: g - g[g.argmax()], "sub"),
@@ -187,6 +193,16 @@ def codes(x: Tensor) -> Tensor:
     return table[(x[:, :1] - table[None]).square().argmin(1)] + (torch.arange(HERE)[:, None] < x[:, 0].abs()).sum(0)
 
 
+def with_random_numbers(t: Tensor) -> Tensor:
+    """As of embeddings of places under dropout, times 0 so that they are the same on one device."""
+    random = 0 * torch.rand(1, HERE, HERE)
+    return (t[:, :1] + random).mean((1, 2)) + (t[:, 0] @ random[0]).amax(1)
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.stack([part.mean() for part in of_samples(x).unbind()])
+
+
 APART = {
     "times first": lambda x, y, g, t: time_first(t),
     "stacked by time": lambda x, y, g, t: stacked_by_time(t),
@@ -204,6 +220,8 @@ APART = {
     "by length": lambda x, y, g, t: by_length(x, y),
     "packed": lambda x, y, g, t: packed(x, y),
     "codes": lambda x, y, g, t: codes(x),
+    "random numbers": lambda x, y, g, t: with_random_numbers(t),
+    "nested": lambda x, y, g, t: nested(x),
 }
 
 
