@@ -314,7 +314,7 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        self.node.close(why, "make a new Mesh")  # first, so that the end of a rank is not taken for its death
+        self.node.close(why)  # first, so that the end of a rank is not taken for its death
         with self.lock:
             self.closing = True
             self.tell(protocol.Exit())

@@ -199,7 +199,7 @@ class Node(Owned):
         for waiting in (one for one in pending.values() if not one.again):
             waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
 
-    def close(self, why: str, remedy: str) -> None:
+    def close(self, why: str, remedy: str = "make a new Mesh") -> None:
         """End all calls; nothing is received or sent any more."""
         if self.closed is not None or self.foreign:
             return
