@@ -122,7 +122,7 @@ def optimizer(
     if shard == "auto":
         shard = "auto" if parts.is_elementwise(cls) else None
     elif shard is not None:
-        parts.check(cls, shard)
+        parts.check(cls, shard, hyper)
     chosen = [] if groups is None else grouping.check(groups)
     for own in (hyper, *(own for _, own in chosen)):
         _check_keywords(cls, {**hyper, **own})

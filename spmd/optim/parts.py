@@ -35,9 +35,12 @@ FEW = 1 << 13
 _ONE_FOR_A_LEAF = {"step", "eta", "mu", "mu_product"}
 
 
-def check(cls: type[torch.optim.Optimizer], shard: Any) -> None:
+def check(cls: type[torch.optim.Optimizer], shard: Any, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
-    if reason := _refusal(cls):
+    reason = _refusal(cls)
+    if not is_elementwise(cls) and reason is None and _steps_differ_for_parts(cls, options):
+        reason = "steps a matrix otherwise than its two halves, flattened"
+    if reason:
         raise SpecError(
             f"optimizer cannot shard {cls.__name__}, which {reason}",
             got=f"shard={shard!r}",
@@ -50,6 +53,29 @@ def check(cls: type[torch.optim.Optimizer], shard: Any) -> None:
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether a class is known to treat every element alike: those of torch that are not in `REFUSED`."""
     return cls.__module__.startswith("torch.optim") and _refusal(cls) is None
+
+
+def _steps_differ_for_parts(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether a class is seen to mix elements. One that draws random numbers or wants other parameters passes."""
+    line = torch.linspace(-1, 1, 24, dtype=torch.float64, device="cpu")
+
+    def stepped(seed: int, *pieces: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(seed)
+        params = [torch.nn.Parameter(piece.clone()) for piece in pieces]
+        for param in params:
+            instance = cls([param], **options)
+            for count in range(1, 4):
+                param.grad = torch.cos(count * param.detach())
+                instance.step()
+        return torch.cat([param.detach().flatten() for param in params])
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole, again = (stepped(seed, line.view(4, 6)) for seed in (0, 1))
+            parts = stepped(0, line[:12], line[12:])
+    except Exception:  # the step itself refuses it
+        return False
+    return torch.equal(whole, again) and not torch.allclose(whole, parts, rtol=1e-7, atol=1e-9)
 
 
 def mixing(cls: type[torch.optim.Optimizer]) -> str | None:

@@ -989,6 +989,44 @@ def test_what_cannot_be_sharded_is_refused():
         optimizer(optim.AdamW, shard=2)
 
 
+class _Stepping(optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.data.sub_(self.direction(param, param.grad), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        lambda param, grad: grad * param.norm() / grad.norm(),  # LARS
+        lambda param, grad: grad - grad.mean(dim=-1, keepdim=True),  # centralised gradients
+        lambda param, grad: grad + (0.1 * param if param.ndim > 1 else 0),  # decay of matrices alone
+    ],
+)
+def test_classes_from_elsewhere_that_mix_elements_cannot_be_sharded(direction):
+    mixes = type("Mixes", (_Stepping,), {"direction": staticmethod(direction)})
+    with pytest.raises(SpecError, match="cannot shard Mixes, which steps a matrix otherwise"):
+        optimizer(mixes, shard="data")
+    optimizer(mixes)
+
+
+@pytest.mark.parametrize(
+    "direction",
+    [
+        lambda param, grad: grad.sign() + 0.01 * param,
+        lambda param, grad: grad + torch.randn_like(grad),
+        lambda param, grad: grad if param.dtype == torch.float32 else 1 / 0,  # not judged
+    ],
+)
+def test_classes_from_elsewhere_that_treat_elements_alike_are_sharded(direction):
+    state = torch.get_rng_state()
+    optimizer(type("Alike", (_Stepping,), {"direction": staticmethod(direction)}), shard="data")
+    assert torch.equal(state, torch.get_rng_state())
+
+
 @pytest.mark.parametrize(
     ("state", "text"),
     [
