@@ -258,6 +258,11 @@ def zygote_of(mesh: Any) -> int:
     return mesh.driver.ranks.all[0]._zygote._process.pid
 
 
+def exits_of_zygote(mesh: Any) -> dict[int, int]:
+    """How processes that were forked from it have ended, by number, as far as the driver has been told."""
+    return mesh.driver.ranks.all[0]._zygote.exits
+
+
 def zygote_that_stands_by(mesh: Any) -> int:
     """The process that will take the zygote's place."""
     return mesh.driver.ranks.all[0]._zygote._next._process.pid
