@@ -290,6 +290,22 @@ def test_results_that_are_kept_and_not_read_hold_little(mesh):
     assert float(losses[-1]) == 4 and events() < before + 20
 
 
+def test_a_finalizer_in_a_reference_cycle_is_told_that_its_arrays_are_gone(mesh):
+    class Holder:
+        def __init__(self, value):
+            self.value, self.own = value, self
+
+        def __del__(self):
+            made.append(self.value + 1)
+
+    made = [put(torch.ones(3), mesh=mesh) + 1 for _ in range(2)]  # from the second on, such calls do not wait
+    Holder(put(torch.ones(3), mesh=mesh))
+    gc.collect()
+    with pytest.raises(MeshError, match=r"before an object's `__del__` used it: in a reference cycle"):
+        made[2].full()
+    assert made[1].tolist() == [2, 2, 2]
+
+
 def test_results_may_change_from_call_to_call(mesh):
     @spmd(mesh=mesh)
     def f(x, how):
