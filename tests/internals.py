@@ -246,6 +246,13 @@ def values_held() -> int:
     return len(values)
 
 
+def keep_no_free_results() -> None:
+    """On a rank: memory for results of reductions that was not used lately goes back to the system, however little."""
+    from spmd.kernels.shm import blocks
+
+    blocks.KEPT_FREE_BYTES = 0
+
+
 def arena_bytes(mesh: Any) -> int:
     """The memory that a mesh's shared memory takes."""
     import os
