@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,8 @@ leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, complex, 
 adopted: set[type] = set()  # the classes registered here
 torch_nodes = tree_nodes()
 _found_leaves: set[type] = set()  # of `leaf_types` those that may yet be registered with torch
+# The same of the main program, which a notebook defines anew with each run of a cell: the old ones are to go.
+_main_leaves: weakref.WeakSet[type] = weakref.WeakSet()
 counted = 0  # the classes that torch knew when `keep_up` was last called
 
 
@@ -32,6 +35,12 @@ def keep_up() -> None:
     counted = len(torch_nodes)
     leaf_types.difference_update(_found_leaves)
     _found_leaves.clear()
+    _main_leaves.clear()
+
+
+def are_leaves(types: Iterable[type]) -> bool:
+    """Whether these are known to be no containers."""
+    return all(cls in leaf_types or cls in _main_leaves for cls in types)
 
 
 def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] | None = None) -> bool:
@@ -44,7 +53,7 @@ def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] |
         namespace: optree's, where they become nodes.
         is_leaf: says what is a leaf even if its class is a container.
     """
-    new = set(map(type, found)) - leaf_types
+    new = set(map(type, found)).difference(leaf_types, _main_leaves)
     any_adopted = False
     for leaf in found:
         cls = type(leaf)
@@ -54,8 +63,11 @@ def adopt(found: Iterable[Any], namespace: str, is_leaf: Callable[[Any], bool] |
         way = None if cls in adopted else _way(leaf)
         if way is None:
             if cls not in adopted and not _may_be_container(cls):
-                leaf_types.add(cls)
-                _found_leaves.add(cls)
+                if cls.__module__ == "__main__":
+                    _main_leaves.add(cls)
+                else:
+                    leaf_types.add(cls)
+                    _found_leaves.add(cls)
             continue
         register(cls, *way, namespace=namespace)
         any_adopted = True

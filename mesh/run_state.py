@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 from ..kernels.errors import PeerLost
 
 RECENT_CALLS = 16  # more than are ever under way at once
+FAILED_CALLS = 64  # of functions that are never called again, as in a notebook, so many are remembered
 
 
 class Started(Protocol):
@@ -114,7 +115,8 @@ class RunState:
         """A call has failed: the next one of this function is the same call made again."""
         if call in self._recent:
             self._recent.remove(call)
-            self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)
+            call.started = None  # it holds what the ranks have answered
+            self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)[-FAILED_CALLS:]
 
     def _fail_recent(self) -> None:
         """Note as failed the recent call whose failure was seen, and later ones that failed too; not earlier ones."""

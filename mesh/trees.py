@@ -57,7 +57,7 @@ class Structure:
         """The structure of a tree; None if it has nodes of rare kinds."""
         found, treedef = flatten(tree)
         leaf_types = frozenset(map(type, found))
-        if not leaf_types <= containers.leaf_types:
+        if not containers.are_leaves(leaf_types):
             return None
         try:
             return Structure(treedef, _node_of(tree, leaf_types), leaf_types)

@@ -246,6 +246,13 @@ def values_held() -> int:
     return len(values)
 
 
+def keep_no_free_results() -> None:
+    """On a rank: memory for results of reductions that was not used lately goes back to the system, however little."""
+    from spmd.kernels.shm import blocks
+
+    blocks.KEPT_FREE_BYTES = 0
+
+
 def arena_bytes(mesh: Any) -> int:
     """The memory that a mesh's shared memory takes."""
     import os
@@ -256,6 +263,11 @@ def arena_bytes(mesh: Any) -> int:
 def zygote_of(mesh: Any) -> int:
     """The process that a mesh's ranks are forked from."""
     return mesh.driver.ranks.all[0]._zygote._process.pid
+
+
+def exits_of_zygote(mesh: Any) -> dict[int, int]:
+    """How processes that were forked from it have ended, by number, as far as the driver has been told."""
+    return mesh.driver.ranks.all[0]._zygote.exits
 
 
 def zygote_that_stands_by(mesh: Any) -> int:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from ..errors import PeerLost
+from ..waiting import turn
 from .answers import Answers, answers_bytes
 from .blocks import Register, ResultBlocks, Views
 from .board import Board, board_bytes
@@ -161,7 +162,7 @@ class Arena(Board):
         # A rank that replaces a dead one begins above all that the dead one had allocated: others may still read it.
         self.heap = self._new_heap(())
         if rank < size:
-            self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank])
+            self.results = ResultBlocks(self.words, self.heap, self, self.registers[rank], self._remove)
             self.lasting = Lasting(fd, self.heap_start, at.heap_bytes, self.heap)
             ledger = at.ledgers + rank * at.ledger_bytes
             self.ledger = Ledger(self._bytes, fd, self.address, ledger, at.ledger_bytes, self._remove)
@@ -192,6 +193,12 @@ class Arena(Board):
     def sweep(self) -> None:
         """Free the memory of closed communicators, as far as all their ranks have closed them."""
         self.closing = [given_back for given_back in self.closing if not given_back()]
+
+    def trim(self) -> None:
+        """On a rank, give back memory that nobody has taken since the last call; to be called now and then."""
+        with turn:
+            self.heap.trim()
+            self.results.trim()
 
     def populate(self, at: int, nbytes: int) -> None:
         """Map memory in advance for this participant's next blocks: `nbytes`, from `at` bytes behind the last block."""

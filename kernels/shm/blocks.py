@@ -28,7 +28,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,6 +37,8 @@ from ..errors import MeshError
 from ..processes import Owned
 from .heap import Heap
 from .pages import MAP_NORESERVE, PAGE, any_copied
+
+KEPT_FREE_BYTES = 256 << 20  # so much memory of free result blocks is kept for any length of time
 
 
 class Result(NamedTuple):
@@ -106,10 +108,23 @@ class ResultBlocks:
     A block starts with two counters per user: how many views it has dropped, and how many it took. The block is free
     when every user has dropped as many views as were due to it. When a region fails, some of these are never taken; so
     from the next generation on, the views that were taken count instead.
+
+    Args:
+        remove: gives the memory of (offset, bytes) back to the system.
     """
 
-    def __init__(self, words: memoryview, heap: Heap, current: Generations, register: Register):
+    def __init__(
+        self,
+        words: memoryview,
+        heap: Heap,
+        current: Generations,
+        register: Register,
+        remove: Callable[[int, int], None],
+    ):
         self._words, self._heap, self._current, self._register = words, heap, current, register
+        self._remove = remove
+        self._lately: set[int] = set()  # blocks taken since the last `trim`
+        self._emptied: set[int] = set()  # free blocks without memory
         self._blocks: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # by size class and users
         self._sizes: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # the same lists by exact size
         self._due: dict[int, tuple[int, list[int]]] = {}  # block -> generation, views due to each user
@@ -133,10 +148,30 @@ class ResultBlocks:
             self._register.add(block, nbytes + head, members)
             self._due[block] = (self._current.generation, [0] * users)
             blocks.append(block)
+        self._lately.add(block)
+        self._emptied.discard(block)
         due = self._due[block][1]
         for user in range(users):
             due[user] += 1
         return Result(block + head, block // 8)
+
+    def trim(self) -> None:
+        """Give back memory of free blocks that nobody has taken since the last call, but for `KEPT_FREE_BYTES`."""
+        idle = [
+            (block + head, size - head, block)
+            for (size, members), blocks in self._blocks.items()
+            for head in (head_bytes(len(members)),)
+            for block in blocks
+            if block not in self._lately and block not in self._emptied and self._is_free(block, len(members))
+        ]
+        surplus = sum(nbytes for _, nbytes, _ in idle) - KEPT_FREE_BYTES
+        for offset, nbytes, block in idle:
+            if surplus <= 0:
+                break
+            self._remove(offset, nbytes)
+            self._emptied.add(block)
+            surplus -= nbytes
+        self._lately.clear()
 
     def adopt(self, heap: Heap) -> None:
         """Take over the blocks of the process that this one replaces; new blocks come from `heap`."""

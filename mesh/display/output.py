@@ -7,6 +7,7 @@ rank is held for a short window, and is swallowed if rank 0 prints it too, else 
 Invariant: within a region and a stream, the k-th occurrence of a line on a rank is either shown with that rank in its
 label, or rank 0 has printed its own k-th occurrence of the same bytes. Nothing else is dropped, except a progress line
 (ended by a carriage return) that its rank replaced by a newer one while it was held. A rank's lines keep their order.
+(A line may be counted anew after half of `REMEMBERED` other ones; one that is longer than `LONGEST` is several.)
 
 Pure logic: no threads, no descriptors; the caller passes in the bytes, and the clock is an argument.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import hashlib
+import itertools
 import re
 import time
 from collections import defaultdict, deque
@@ -25,6 +28,8 @@ from ..spec import Layout
 
 # If rank 0 has begun a line, other ranks' lines wait this many windows for its end; then they break it.
 PATIENCE = 10
+REMEMBERED = 1 << 16  # different lines of a region whose occurrences are counted: a region may last for days
+LONGEST = 1 << 20  # bytes of a line, whose rest counts as the next; what ranks write may be no text
 
 
 def rank_label(ranks: Sequence[int]) -> str:
@@ -80,14 +85,22 @@ class _Splitter:
         parts = re.split(rb"(\r\n|\r|\n)", data[self.completes_return(data) :])
         self._returned = False
         for text, end in zip(parts[:-1:2], parts[1::2], strict=True):
-            line, self._rest = self._rest + text, b""
+            yield from self._pieces(text)
+            line, self._rest = self._rest, b""
             # Bars often begin with a carriage return, which then ends no line.
             self._returned = end == b"\r" and line != b""
             if line or end != b"\r":
                 yield line, end == b"\r"
         if parts[-1]:
             self._returned = False
-            self._rest += parts[-1]
+            yield from self._pieces(parts[-1])
+
+    def _pieces(self, text: bytes) -> Iterable[tuple[bytes, bool]]:
+        """Add to the unfinished line; gives pieces of it while it is too long."""
+        self._rest += text
+        while len(self._rest) > LONGEST:
+            piece, self._rest = self._rest[:LONGEST], self._rest[LONGEST:]
+            yield piece, False
 
     def finish(self) -> bytes:
         """The unfinished last line, as if it had ended."""
@@ -142,7 +155,8 @@ class _Stream:
             # Keep the due time of the replaced line: a bar that moves faster than the window is shown once per window.
             due = queue[-1].due
             self._drop(queue.pop())
-        counts = self._counts.setdefault(line, {})
+        key = line if len(line) <= 64 else hashlib.blake2b(line, digest_size=16).digest()  # a long one is not kept
+        counts = self._counts.setdefault(key, {})
         nth = counts[rank] = counts.get(rank, 0) + 1
         occurrence = (line, nth)
         if rank == 0:
@@ -153,7 +167,10 @@ class _Stream:
             self._waiting[occurrence][rank] = queue[-1]
         # Only differences between the counts matter: forget a line that all ranks printed equally often.
         if len(counts) == self._size and min(counts.values()) == max(counts.values()):
-            del self._counts[line]
+            del self._counts[key]
+        elif len(self._counts) > REMEMBERED:
+            # Many at once: to find a dictionary's first entry takes longer with each that was removed before it.
+            self._counts = dict(itertools.islice(self._counts.items(), REMEMBERED // 2, None))
 
     def _drop(self, held: _Held) -> None:
         held.gone = True
@@ -214,7 +231,7 @@ class _Stream:
             elif text[0] != "\r" and not self._open.endswith("\r"):
                 written = self._open + text
         self._open = (self._open + text).rpartition("\n")[2]
-        self._open = self._open[max(0, self._open.rfind("\r", 0, -1)) :]
+        self._open = self._open[max(0, self._open.rfind("\r", 0, -1)) :][-LONGEST:]
         if written:
             self._write(written)
 

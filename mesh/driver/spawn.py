@@ -91,6 +91,7 @@ class Zygote:
                     if reply is None:
                         raise self._lost("is gone")
                     if isinstance(reply, Forked):
+                        self.exits.pop(reply.pid, None)  # of an earlier process with this number
                         return reply.pid, received[0]
                     if isinstance(reply, Refused):
                         raise OSError(reply.number, os.strerror(reply.number))

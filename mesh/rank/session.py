@@ -277,7 +277,7 @@ class RankSession(Owned):
             comm.reclaim()
         release_freed_memory(number)
         if self.host_arena is not None and number % _TRIM_REGIONS == 0:
-            self.host_arena.heap.trim()
+            self.host_arena.trim()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

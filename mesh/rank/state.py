@@ -54,9 +54,11 @@ class Values:
         self._calls: dict[int, _Kept] = {}
         self._cut_short: set[int] = set()  # calls whose values the GPU had not computed when a rank failed
         self.copier: Copier | None = None
+        self._replaces = False
 
     def take_over(self) -> None:
         """Take over what the process before this one kept."""
+        self._replaces = True
         if self._lasting is not None:
             self._calls = {call: _Kept(*kept) for call, kept in self._lasting.take_over().items()}
 
@@ -133,6 +135,8 @@ class Values:
 
     def _lost(self, call: int) -> MeshError:
         what = "with the rank that this one has replaced"
+        if not self._replaces:  # Python tells weak references first, and calls `__del__` then
+            what = "before an object's `__del__` used it: in a reference cycle Arrays go first"
         if call in self._cut_short:
             what = "as another rank failed before the GPUs had computed it"
         return MeshError(

@@ -89,6 +89,9 @@ class Caller:
         except BaseException as error:
             self.made.discard(name)
             making.close()
+            if connection.peer is not None:  # the class has raised, or Ctrl-C was pressed: nobody can call what is made
+                self.dropped_names.append((connection.peer, name))
+                self._post.wake()
             if isinstance(error, PeerLost) and connection.peer is None:
                 # A process that was about to die has accepted the connection, and read nothing.
                 raise Unreached from None

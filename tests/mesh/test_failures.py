@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from internals import compare_late_output
+from internals import compare_late_output, exits_of_zygote
 from patience import HANGS, end_within, running, soon, until
 
 from spmd import (
@@ -707,6 +708,35 @@ def shown(capfd, *words):
 
     assert until(complete), seen
     return seen
+
+
+def test_a_process_number_that_is_used_again(make_mesh):
+    """What is known of the end of an earlier process is not said of this one."""
+    exits_of_zygote(make_mesh({"data": 1})).update(dict.fromkeys(range(1 << 16), 7))
+    mesh = make_mesh({"data": 1})
+    os.kill(mesh.driver.pids[0], signal.SIGKILL)
+    with raises(PeerLost, "rank 0 was killed by SIGKILL", within=HANGS):
+        mesh.run(time.sleep, HANGS)
+
+
+def test_functions_that_failed_and_are_not_called_again_hold_nothing(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+
+    def fail_each(names):
+        for name in names:
+            space = {}
+            exec(f"def {name}(x):\n    raise ValueError('{name}')", space)
+            with pytest.raises(ValueError, match=name):
+                spmd(space[name], mesh=mesh)(torch.ones(2))
+
+    def held():
+        gc.collect()
+        return sum(type(obj).__name__ in ("Task", "Failure") for obj in gc.get_objects())
+
+    fail_each(["step"])
+    before = held()
+    fail_each([f"step_{number}" for number in range(12)])
+    assert held() <= before + 3
 
 
 def test_printed_lines(make_mesh, monkeypatch, capfd, tmp_path):

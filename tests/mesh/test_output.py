@@ -4,6 +4,7 @@ import doctest
 import io
 import re
 import sys
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -338,6 +339,44 @@ def test_lines_ready_before_any_window_ends_are_collapsed_exactly(events, chunk)
             if count > counts[0][line]
         }
     )
+
+
+def memory_of(feed):
+    """Bytes that are held after 3000 calls of `feed`, each with a number, over those after 1000."""
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            feed(number)
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1000, 3000):
+            feed(number)
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_region_of_many_lines_takes_no_more_memory(rank, monkeypatch):
+    monkeypatch.setattr(output, "REMEMBERED", 100)
+    collator = Collator(lambda stream, text: None, 2, window=0.0)
+    assert memory_of(lambda number: collator.feed(rank, "stdout", b"line %d of one rank\n" % number)) < 1 << 15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_line_without_end_takes_no_more_memory(rank, monkeypatch):
+    monkeypatch.setattr(output, "LONGEST", 1000)
+    monkeypatch.setattr(output, "REMEMBERED", 100)
+    collator = Collator(lambda stream, text: None, 2, window=0.0)
+    assert memory_of(lambda number: collator.feed(rank, "stdout", b"%0100d" % number)) < 1 << 15
+
+
+def test_a_line_that_is_too_long_comes_in_pieces(screen, monkeypatch):
+    monkeypatch.setattr(output, "LONGEST", 8)
+    for part in (b"abc", b"defghijklm", b"nopqrs\n"):
+        screen.feed(1, part)
+    screen.feed(2, "abcdefghijklmnopqrs\n")
+    screen.wait()
+    assert screen.text() == "[ranks 1-2] abcdefgh\n[ranks 1-2] ijklmnop\n[ranks 1-2] qrs\n"
 
 
 def test_characters_that_the_programs_encoding_lacks(shared_mesh, monkeypatch):

@@ -539,6 +539,17 @@ class Fragile(Ledger):
         time.sleep(HANGS)
 
 
+def test_objects_that_could_not_be_made_leave_nothing(mesh: Mesh) -> None:
+    def refuse() -> None:
+        raise LookupError("no room")
+
+    before = mesh.run(threading.active_count)
+    for attempt in range(8):
+        with pytest.raises(LookupError, match="no room"):
+            mesh.remote(refuse, rank=1, restore=attempt % 2 == 1)
+    assert until(lambda: mesh.run(threading.active_count)[1] <= before[1])
+
+
 def test_an_object_that_cannot_be_restored_yet(make_mesh: Any, tmp_path: Any) -> None:
     """No call is done by one that has not what was saved; the next call tries again."""
     mesh, path = make_mesh({"data": 2}), tmp_path / "there"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from internals import arena_bytes, values_held
+from internals import arena_bytes, keep_no_free_results, values_held
 from patience import until
 
 from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, fetch, psum, put, spmd
@@ -275,6 +275,48 @@ def test_an_error_of_a_mesh_that_nobody_needs_is_printed(make_mesh, monkeypatch)
     gc.collect()
     assert until(lambda: "FloatingPointError: three" in printed.getvalue())
     assert "on rank 1" in printed.getvalue()
+
+
+def test_results_that_are_kept_and_not_read_hold_little(mesh):
+    """Losses of many steps, of which a program may read a few at the end."""
+    step = spmd(lambda x: psum(x.sum(), "data"), in_specs=P("data"), mesh=mesh)
+    x = put(torch.ones(4), P("data"), mesh=mesh)
+
+    def events() -> int:
+        gc.collect()
+        return sum(type(obj) is threading.Event for obj in gc.get_objects())
+
+    before, losses = events(), [step(x) for _ in range(40)]
+    assert float(losses[-1]) == 4 and events() < before + 20
+
+
+def test_reduced_values_that_were_kept_for_a_while_give_their_memory_back(make_mesh):
+    mesh = make_mesh({"data": 2})
+    mesh.run(keep_no_free_results)
+    step = spmd(lambda x: psum(x, "data"), mesh=mesh, check="never")
+    x, small = (put(torch.ones(numel), mesh=mesh) for numel in (1 << 18, 1))
+    before, kept = arena_bytes(mesh), [step(x) for _ in range(32)]
+    assert kept[-1].full().sum() == 2 << 18 and arena_bytes(mesh) > before + (32 << 20)
+    kept.clear()
+    for _ in range(64):
+        step(small)
+    assert step(x).full().sum() == 2 << 18 and arena_bytes(mesh) < before + (8 << 20)
+
+
+def test_a_finalizer_in_a_reference_cycle_is_told_that_its_arrays_are_gone(mesh):
+    class Holder:
+        def __init__(self, value):
+            self.value, self.own = value, self
+
+        def __del__(self):
+            made.append(self.value + 1)
+
+    made = [put(torch.ones(3), mesh=mesh) + 1 for _ in range(2)]  # from the second on, such calls do not wait
+    Holder(put(torch.ones(3), mesh=mesh))
+    gc.collect()
+    with pytest.raises(MeshError, match=r"before an object's `__del__` used it: in a reference cycle"):
+        made[2].full()
+    assert made[1].tolist() == [2, 2, 2]
 
 
 def test_results_may_change_from_call_to_call(mesh):

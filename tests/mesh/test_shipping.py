@@ -659,3 +659,26 @@ def test_a_large_closure_is_named_with_its_size(shared_mesh):
         step(torch.ones(2))
     step(torch.ones(2))
     assert spmd(lambda x: x[:2], mesh=mesh)(table).tolist() == [0.0, 0.0]
+
+
+def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
+    """And with it the data that its methods refer to."""
+    mesh = shared_mesh({"data": 2})
+    cell = """
+class CellConfig:
+    def scale(self):
+        return table[0]
+
+table = torch.full((50_000,), 2.0)
+step = spmd(lambda config, x: x * config.scale(), mesh=mesh)
+assert float(step(CellConfig(), torch.ones(()))) == 2.0
+"""
+
+    def classes() -> int:
+        gc.collect()
+        return sum(issubclass(type(obj), type) and obj.__qualname__ == "CellConfig" for obj in gc.get_objects())
+
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh}
+    for _ in range(5):
+        exec(cell, notebook)
+    assert max(mesh.run(classes)) <= 1 and classes() == 1
