@@ -48,9 +48,9 @@ def listen(where: str) -> None:
                 os.kill(pid, signal.SIGKILL)
             os.close(standing)
         with connection:
-            here, pipe = os.getpid(), ()
+            here, pipe = os.getpid(), list[int]()
             try:
-                standing, end = pipe = os.pipe()
+                standing, end = pipe[:] = os.pipe()
                 pid = os.fork()
             except OSError as error:  # no more files, or processes: who has connected may come again
                 print(f"spmd host: {error}", file=sys.stderr, flush=True)
