@@ -210,6 +210,7 @@ def test_a_python_at_a_path_with_an_equals_sign(
     (tmp_path / "lr=0.1 $HOME 'x'").symlink_to(sys.prefix)
     python = tmp_path / "lr=0.1 $HOME 'x'" / Path(sys.executable).relative_to(sys.prefix)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "warnoptions", ["default"])  # so that it is really run, where others are forked
     assert make_mesh({"data": 1}, hosts="local:1x1").run(lambda: 1) == [1]
 
 
