@@ -7,9 +7,11 @@ thread that does not return is left behind, until Gloo's own timeout ends it and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +22,8 @@ import torch.distributed as dist
 
 _END_SECONDS = 0.5
 _PAUSE_SECONDS = 1e-3
+_ATTACH_FILTER = 26  # Linux's SO_ATTACH_FILTER, for which Python has no name
+_DROP_ALL = struct.pack("=HBBI", 6, 0, 0, 0)  # a filter of one instruction: of every packet 0 bytes are kept
 
 Sockets = set[tuple[int, str]]  # descriptors, and which sockets they are, since descriptor numbers are reused
 
@@ -42,8 +46,10 @@ def connect(
 
     def make() -> None:
         try:
-            group = dist.ProcessGroupGloo(_PolledStore(store, cancelled), rank, size, options)
+            polled = _PolledStore(store, cancelled)
+            group = dist.ProcessGroupGloo(polled, rank, size, options)
             made.append((group, _own(group, rank, size, _sockets() - before)))
+            _let_nobody_else_in(polled.told)
         except BaseException as error:
             failed.append(error)
         done.set()
@@ -84,8 +90,10 @@ class _PolledStore(dist.Store):
     def __init__(self, store: dist.Store, cancelled: threading.Event):
         super().__init__()
         self._polled, self._cancelled = store, cancelled
+        self.told = b""
 
     def set(self, key: str, value: str | bytes) -> None:
+        self.told += value.encode() if isinstance(value, str) else value
         self._polled.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
@@ -126,6 +134,26 @@ def _own(group: Any, rank: int, size: int, opened: Sockets) -> Sockets:
     others = [one.numpy().tobytes().rstrip(b"\0") for its, one in enumerate(found) if its != rank]
     theirs = {line for one in others for line in one.split(b"\n")}
     return {one for one, (here, there) in ends.items() if f"{there} {here}".encode() in theirs}
+
+
+def _let_nobody_else_in(told: bytes) -> None:
+    """Have the kernel drop what comes to the socket at which the group listens, since all its ranks are connected.
+
+    Gloo keeps every connection that is made there, even one that has ended, and ends the process when it can open no
+    more files. It does not say which socket it is: the one whose address it has `told` the other ranks.
+    """
+    filter_ = ctypes.create_string_buffer(_DROP_ALL)
+    found: dict[int, int] = {}  # where its address is -> descriptor
+    for number, _ in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                host, port = one.getsockname()
+                address = struct.pack("=H", one.family) + struct.pack(">H", port) + socket.inet_aton(host)
+                found[told.find(address)] = number
+    found.pop(-1, None)
+    if found:  # what follows the address may be anything, even another one
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found[min(found)])) as one:
+            one.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(filter_)))
 
 
 def _sockets() -> Sockets:

@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -132,7 +131,7 @@ def stacks(self: Any) -> str:
         self.driver.check_owner()
         text: str = self.driver.ranks.stacks()
         return text
-    with tempfile.TemporaryFile() as file:
+    with open(os.memfd_create("spmd-stacks", os.MFD_CLOEXEC), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         written = file.read().decode(errors="replace").strip()

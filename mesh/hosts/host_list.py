@@ -103,7 +103,8 @@ class HostList:
 
     def command(self) -> list[str]:
         """The command for each host: this Python, at the same path; on this machine with the program's module path."""
-        python = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}", *python_command()]
+        tuned = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}"]
+        python = [*tuned, "sh", "-c", 'exec "$0" "$@"', *python_command()]  # env takes a path with = for a variable
         if not self.local:
             return [*python, "-m", "spmd", "host"]
         code = "import sys; sys.path[:] = sys.argv[1:]; from spmd.mesh.hosts.process import main; main()"

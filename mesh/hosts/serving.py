@@ -56,19 +56,28 @@ class Serving:
                 if len(self._strangers) > self._most_strangers:  # the oldest makes room; its thread closes it
                     with contextlib.suppress(OSError):
                         self._strangers.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._greet, args=(connection,), name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection,), name=self._name, daemon=True).start()
+            except RuntimeError:  # this process can start no more threads: who has connected may come again
+                self._dismiss(connection)
 
     def _greet(self, connection: socket.socket) -> None:
         """A thread's main function: greet a new connection, and serve it."""
         try:
             index, link = greet_host(connection, self._secret)
         except (OSError, NotOfThisMesh):
-            connection.close()
+            self._dismiss(connection)
             return
-        finally:
-            with self._lock_of_strangers, contextlib.suppress(ValueError):
-                self._strangers.remove(connection)
+        self._forget(connection)
         self._welcome(index, link)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock_of_strangers, contextlib.suppress(ValueError):
+            self._strangers.remove(connection)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
 
     def _serve(self, rank: int, link: Link) -> None:
         try:

@@ -113,9 +113,10 @@ def _claimed(folder: Path) -> bool:
 
 def own_folders(*, home_first: bool) -> Iterator[Path]:
     """Directories that only this user may enter, in the temporary and the home directory, if they can be made there."""
-    here = Path(tempfile.gettempdir()) / f"spmd-{os.getuid()}"
-    home = Path(os.path.expanduser("~")) / ".spmd"
-    return filter(_claimed, (home, here) if home_first else (here, home))
+    folders = [Path(os.path.expanduser("~")) / ".spmd"]
+    with contextlib.suppress(FileNotFoundError):  # nothing that is meant for temporary files can be written to
+        folders.insert(home_first, Path(tempfile.gettempdir()) / f"spmd-{os.getuid()}")
+    return filter(_claimed, folders)
 
 
 def open_own(path: str | os.PathLike[str]) -> int:

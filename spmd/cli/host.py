@@ -13,13 +13,14 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections import deque
 
 from ..kernels.errors import MeshError
 from ..kernels.processes import end_with_parent
 from ..mesh.hosts.coded import NotOfThisMesh
 from ..mesh.hosts.launchers import dialled_address, secret_of_hosts
-from ..mesh.hosts.link import accepted, greet_driver
+from ..mesh.hosts.link import PAUSE_SECONDS, accepted, greet_driver
 from ..mesh.hosts.process import hold
 from ..mesh.hosts.serving import STRANGERS
 
@@ -46,13 +47,21 @@ def listen(where: str) -> None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(pid, signal.SIGKILL)
             os.close(standing)
-        standing, end = os.pipe()
-        here, pid = os.getpid(), os.fork()
-        if pid == 0:
-            _answer(here, connection, secret, end, [server.detach(), standing, *(fd for _, fd in strangers)])
-        os.close(end)
-        connection.close()
-        strangers.append((pid, standing))
+        with connection:
+            here, pipe = os.getpid(), list[int]()
+            try:
+                standing, end = pipe[:] = os.pipe()
+                pid = os.fork()
+            except OSError as error:  # no more files, or processes: who has connected may come again
+                print(f"spmd host: {error}", file=sys.stderr, flush=True)
+                for fd in pipe:
+                    os.close(fd)
+                time.sleep(PAUSE_SECONDS)
+                continue
+            if pid == 0:
+                _answer(here, connection, secret, end, [server.detach(), standing, *(fd for _, fd in strangers)])
+            os.close(end)
+            strangers.append((pid, standing))
 
 
 def _ended(pipe: int) -> bool:

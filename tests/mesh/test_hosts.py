@@ -203,6 +203,17 @@ def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert older.stopped == nothing.stopped == 1
 
 
+def test_a_python_at_a_path_with_an_equals_sign(
+    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in the folder of an experiment with lr=0.1: `env` would take it for a variable."""
+    (tmp_path / "lr=0.1 $HOME 'x'").symlink_to(sys.prefix)
+    python = tmp_path / "lr=0.1 $HOME 'x'" / Path(sys.executable).relative_to(sys.prefix)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "warnoptions", ["default"])  # so that it is really run, where others are forked
+    assert make_mesh({"data": 1}, hosts="local:1x1").run(lambda: 1) == [1]
+
+
 def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
     limited = ["bash", "-c", 'ulimit -n 40; exec "$@"', "-"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import secrets
 import signal
 import socket
@@ -174,6 +175,23 @@ def test_strangers_do_not_keep_a_driver_out(mesh: Mesh, hosts: list[str]) -> Non
         with Mesh({"data": 1}, hosts=[f"{hosts[0]}:1"], timeout=60) as other:
             assert works(other)
     assert works(mesh)
+
+
+def test_a_host_that_can_serve_nobody_for_a_while() -> None:
+    """It turns away who comes, without files for a process of its own, and lives to serve who comes later."""
+    secret = secrets.token_hex()
+    with pytest.MonkeyPatch.context() as patch, listening(1, {"SPMD_SECRET": secret}) as (found, (process,)):
+        patch.setenv("SPMD_SECRET", secret)
+        address, _, port = found[0].removeprefix("tcp://").rpartition(":")
+        allow_files(process.pid, more=False)
+        least, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (least + 1, most))  # a connection, and no pipe
+        for _ in range(2):
+            with socket.create_connection((address, int(port)), timeout=HANGS) as stranger:
+                assert stranger.recv(1) == b""
+        allow_files(process.pid, more=True)
+        with Mesh({"data": 1}, hosts=[f"{found[0]}:1"], timeout=60) as mesh:
+            assert works(mesh)
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

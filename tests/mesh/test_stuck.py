@@ -275,6 +275,23 @@ print(mesh.run(at_rest)[0])
     assert text.count("in at_rest") == 2
 
 
+def test_stacks_where_no_temporary_file_can_be_made(server: ForkServer, tmp_path: Path) -> None:
+    code = """
+import tempfile
+from internals import without_shared_memory
+from spmd import Mesh
+without_shared_memory().__enter__()
+def none():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+mesh = Mesh(backend="gloo", timeout=60)
+tempfile.gettempdir = none
+print(mesh.stacks())
+"""
+    told = {"SPMD_SIZE": "1", "SPMD_RANK": "0", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet"}
+    text, error = server.start(code, environ={**os.environ, **told}).communicate()
+    assert text.startswith("rank 0: process ") and "most recent call first" in text, error
+
+
 def test_stacks_of_a_rank_that_is_preempted_while_it_writes(make_mesh: Callable[..., Mesh]) -> None:
     mesh = make_mesh({"data": 1})
     done = threading.Event()

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from attacks import JOB, Job, job, listening, scanned
 from fork_server import Forked, ForkServer
@@ -218,6 +220,27 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
 
 
 @needs_second_user
+def test_gloo_keeps_no_connections_of_strangers(make_mesh: Any) -> None:
+    """Once a group is connected nobody else is: Gloo would end the process when it could open no more files."""
+    mesh = make_mesh({"data": 2}, backend="gloo")
+
+    def adds() -> float:
+        return float(mesh.comm().all_reduced(torch.tensor(1.0)))
+
+    def fails() -> None:
+        raise ValueError("of the region: the group is opened anew after it")
+
+    for _ in range(2):
+        assert mesh.run(adds) == [2.0, 2.0]
+        ports = listening(mesh.run(os.getpid))
+        assert len(ports) == 2
+        for address in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(address, timeout=0.5)
+        with pytest.raises(ValueError, match=r"of the region"):
+            mesh.run(fails)
+
+
 def test_another_user_dials_a_rank(make_mesh: Any) -> None:
     """He is told nothing, not even what he could prove nothing with."""
     mesh = make_mesh({"data": 2})

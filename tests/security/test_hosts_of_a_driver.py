@@ -79,6 +79,32 @@ def test_strangers_that_drip_do_not_keep_hosts_out(monkeypatch: pytest.MonkeyPat
             connection.close()
 
 
+def test_strangers_while_the_driver_can_start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are turned away, and hosts that come later are let in."""
+    before, start, begin = listening([os.getpid()]), threading.Thread.start, launchers.started
+    starts: list[threading.Thread] = []
+
+    def starts_few(thread: threading.Thread) -> None:
+        if thread.name == "spmd-meeting":
+            starts.append(thread)
+            if 1 < len(starts) <= 4:  # the first accepts connections
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def started(*command: Any) -> subprocess.Popen:
+        with contextlib.ExitStack() as stack:
+            for address in listening([os.getpid()]) - before if len(starts) == 1 else ():
+                for _ in range(3):
+                    stack.enter_context(stranger(address))
+            assert until(lambda: len(starts) >= 4)
+        return begin(*command)
+
+    monkeypatch.setattr(threading.Thread, "start", starts_few)
+    monkeypatch.setattr(launchers, "started", started)
+    with Mesh({"data": 2}, hosts="local:2x1") as mesh:
+        assert mesh.run(lambda: int(mesh.comm().rank)) == [0, 1]
+
+
 def test_a_host_that_can_open_no_more_files() -> None:
     """Its process hands large arguments on all the same, and says what it can't do, until it can."""
     large = torch.ones(1 << 20)

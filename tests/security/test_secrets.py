@@ -121,6 +121,23 @@ def test_a_home_in_which_no_secret_can_be_kept(server: ForkServer, home: Path) -
     assert list((home / ".spmd").iterdir()) == []
 
 
+NO_TEMPORARY = """
+import tempfile
+def none():
+    raise FileNotFoundError(2, "No usable temporary directory found")
+tempfile.gettempdir = none
+"""
+
+
+def test_where_no_temporary_file_can_be_made(server: ForkServer, home: Path) -> None:
+    """As in a container whose file system can only be read: the secret, and where the ranks meet, are in the home."""
+    bare = {"SPMD_INIT_METHOD": ""}
+    ranks = [server.start(NO_TEMPORARY + MEETS, "60", environ=environ_of(home, rank, **bare)) for rank in range(2)]
+    outs = [process.communicate() for process in ranks]
+    assert [out for out, _ in outs] == ["[0, 1]\n"] * 2, outs
+    assert (home / ".spmd" / "secret").exists()
+
+
 def test_a_secret_that_is_no_text(server: ForkServer, home: Path) -> None:
     ranks = [start(server, home, rank, SPMD_SECRET="\udcff\udc80" * 10) for rank in range(2)]
     outs = [process.communicate() for process in ranks]
