@@ -28,6 +28,7 @@ _ADDED = {"addmm", "addmv", "baddbmm", "addr"}  # to something, which comes firs
 _SCATTERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}  # rows, to where others may be
 _FACTORED = {"_linalg_svd", "linalg_qr", "linalg_lstsq", "linalg_lu", "linalg_pinv"}  # a matrix
 _UNIQUE = {"_unique2", "unique_dim", "unique_consecutive"}
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm"}
 _PICKING = {"select", "unbind", "index", "gather", "take"}  # one of several numbers, as it is
 _LOSSES = {"mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "nll_loss_forward", "nll_loss2d_forward"}
 _LOSSES |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
@@ -67,6 +68,8 @@ def joins_samples(
     if name.removesuffix("_") == "index_put" and (*args, False)[3]:
         places = args[1][0]
         return isinstance(places, Tensor) and places.shape[:1] == (samples,) and given.shape[0] < samples
+    if name in _BATCH_NORMS:
+        return is_batch(given, samples) and bool(args[5])  # training
     dim = _dim_of_samples(given, samples)
     if dim is None:
         return False
@@ -95,10 +98,10 @@ def adds(name: str) -> bool:
 def _dim_of_samples(x: Tensor, samples: int) -> int | None:
     """Which dimension is that of the samples: the first; or the outermost in memory, as in a transposed tensor.
 
-    It is not known if the first two of several are as long: the first may be the time.
+    It is not known if the first two are as long: the first may be the time.
     """
     found = [dim for dim in range(x.dim()) if x.shape[dim] == samples]
-    if found[:2] == [0, 1] and x.dim() > 2:
+    if found[:2] == [0, 1]:
         return None
     if not found or x.layout is not torch.strided:
         return found[0] if found[:1] == [0] else None
@@ -158,8 +161,8 @@ def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
 def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, row: _Rows) -> _Rows:
     """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`, `x[:-1]`.
 
-    It is -1 for one if the second dimension is as long: then that may be the one of the samples, as where the time
-    comes first.
+    It is -1 for one or some if the second dimension is as long: then that may be the one of the samples, as where the
+    time comes first, and parts may be put in that order.
 
     Args:
         row: which of them its input is; None if all.
@@ -181,7 +184,9 @@ def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, resu
     if count == 1:
         return -1 if may_be_time else first + start
     every = name == "slice" and args[4:5] not in ((), (1,))  # second or third one
-    return row if may_be_time or every or count in (0, end - first) else (first + start, first + start + count)
+    if every or count in (0, end - first):
+        return row
+    return -1 if may_be_time else (first + start, first + start + count)
 
 
 def _start(name: str, args: tuple, index: int, rows: int) -> int:

@@ -85,6 +85,7 @@ JOINED = {
     "first": (lambda x, y, g, t: g - g[0], "sub"),
     "product with the first": (lambda x, y, g, t: x @ x[0], "mv"),
     "the largest": (lambda x, y, g, t: g - g[g.argmax()], "sub"),
+    "batch_norm": (lambda x, y, g, t: F.batch_norm(x, None, None, training=True)[:, 0], "native_batch_norm"),
     "fft": (lambda x, y, g, t: torch.fft.fft(g).real, "_fft_r2c"),
     "all pairs": (lambda x, y, g, t: (g[:, None] - g).abs().mean(1), "sub"),
     "equal pairs": (lambda x, y, g, t: (y[:, None] == y[None]).sum(1), "eq"),
@@ -131,6 +132,16 @@ def time_first(t: Tensor) -> Tensor:
 def stacked_by_time(t: Tensor) -> Tensor:
     steps = torch.stack([2 * step for step in t.unbind(1)])
     return (steps - steps.mean(0, keepdim=True)).square().mean(0).sum(1)
+
+
+def returns(t: Tensor) -> Tensor:
+    """Of as many times as there are samples, with no further dimension."""
+    rewards = t[..., 0].T.contiguous()
+    return (rewards.flip(0).cumsum(0).flip(0) + rewards.roll(1, 0) * rewards.softmax(0)).square().sum(0)
+
+
+def chunks_time_first(t: Tensor) -> Tensor:
+    return torch.cat([(part.transpose(0, 1).softmax(0) * part.transpose(0, 1)).mean(0) for part in t.chunk(2)]).sum(1)
 
 
 def in_chunks(t: Tensor) -> Tensor:
@@ -206,6 +217,9 @@ def nested(x: Tensor) -> Tensor:
 APART = {
     "times first": lambda x, y, g, t: time_first(t),
     "stacked by time": lambda x, y, g, t: stacked_by_time(t),
+    "returns": lambda x, y, g, t: returns(t),
+    "chunks with times first": lambda x, y, g, t: chunks_time_first(t),
+    "batch norm in evaluation": lambda x, y, g, t: F.batch_norm(x, torch.ones(6), torch.ones(6))[:, 0],
     "attention": lambda x, y, g, t: ((t @ t.mT).softmax(-1) @ t).flip(1).roll(1, 2).cumsum(1)[:, 0].mean(1),
     "pairs of times": lambda x, y, g, t: (t[:, :, :1] - t[:, None, :, 0]).abs().amax((1, 2)),
     "times shifted": lambda x, y, g, t: torch.cat([t[:, 1:] - t[:, :-1], t[:, :1]], 1).std((1, 2)),
