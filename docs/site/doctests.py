@@ -1,10 +1,21 @@
-"""Examples in docstrings as blocks of code: in Markdown the lines of a doctest would run together."""
+"""What the API page needs beside the sources: examples as blocks of code, and methods that lie in other files.
+
+In Markdown the lines of a doctest would run together.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from griffe import Extension, Object
+from griffe import Extension, Module, Object
+
+# Methods of Mesh that its class only names, as in `stacks, status = stacks.stacks, status.status`.
+METHODS = {
+    "mesh.running": ("run", "submit", "remote", "reload", "device_mesh"),
+    "mesh.display.stacks": ("stacks",),
+    "mesh.display.status": ("status",),
+    "mesh.resizing.resize": ("resize", "retire"),
+}
 
 
 def fenced(text: str) -> str:
@@ -33,6 +44,11 @@ def fenced(text: str) -> str:
 
 
 class Doctests(Extension):
+    def on_package(self, *, pkg: Module, **_: Any) -> None:
+        for module, names in METHODS.items():
+            for name in names:
+                pkg["mesh.mesh.Mesh"].set_member(name, pkg[f"{module}.{name}"])
+
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)

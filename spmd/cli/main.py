@@ -55,11 +55,15 @@ def _run_command(own: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     commands.add_parser("run", add_help=False, help=f"run a script on many processes: {USAGE}")
     commands.add_parser("bench", add_help=False, help="measure this machine, or this job's ranks, in about a minute")
-    commands.add_parser("doctor", help="say what is found here, what a Mesh would do, and whether the transports work")
+    found = "say what is found here, what a Mesh would do, and whether the transports work"
+    failing = "What is found on this machine or under this launcher; exit status 1 if a transport that is needed fails."
+    commands.add_parser("doctor", help=found, description=failing)
     commands.add_parser("verify", add_help=False, help="compare the bits of a script at several numbers of ranks")
     commands.add_parser("top", add_help=False, help="show what the ranks of your meshes on this host do now")
-    host = commands.add_parser("host", help="hold the ranks of this host for a driver: Mesh(hosts=...), docs/hosts.md")
-    host.add_argument("--listen", metavar="ADDRESS:PORT", help="wait there for drivers, and do not dial one")
+    held = "hold the ranks of this host for a driver: Mesh(hosts=...), docs/hosts.md"
+    started = "Hold this host's ranks for a driver. It starts this itself; with --listen the host waits for it."
+    host = commands.add_parser("host", help=held, description=started)
+    host.add_argument("--listen", metavar="ADDRESS:PORT", help="wait for drivers at this address of this host")
     command = parser.parse_args(own[:1]).command  # anything but a command ends here
     if command == "run":
         return run(own[1:])

@@ -64,7 +64,7 @@ def top(arguments: Sequence[str]) -> int:
     """Draw the meshes until Ctrl-C; once if the output is no terminal, or with --once."""
     parser = argparse.ArgumentParser(prog="spmd top", description="What the ranks of your meshes on this host do now.")
     parser.add_argument("--once", action="store_true", help="print it once")
-    parser.add_argument("--seconds", type=float, default=1.0, help="between two pictures")
+    parser.add_argument("--seconds", type=float, default=1.0, help="from one table to the next (default: 1)")
     options = parser.parse_args(arguments)
     once = options.once or not sys.stdout.isatty()
     with contextlib.suppress(KeyboardInterrupt):

@@ -265,6 +265,10 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert "[-n N]" in text
     assert "spmd run -n 4 train.py --lr 0.1" in text
     assert "--nnodes" in text
+    for command in ("run", "bench", "doctor", "verify", "top", "host"):
+        status, text = call([command, "--help"])
+        assert status == 0
+        assert not text.partition("\n\n")[2].startswith(("options", "positional")), f"{command} says nothing"
     for arguments, missing in (([], "command"), (["walk"], "walk"), (["run"], "training_script")):
         status, text = call(arguments)
         assert status == 2
