@@ -327,7 +327,8 @@ class _Numbers(_Conditions):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        found = [number.varying for number in (*numbers_in(args), *numbers_in((kwargs or {}).values()))]
+        numbers = () if self._net.paused else (*args, *(kwargs or {}).values())
+        found = [number.varying for number in numbers_in(numbers)]
         if func is torch.ops.higher_order.cond:
             found += map(self._net.of, tensors_in(args[0]))
         if found and not self._net.paused:
