@@ -26,7 +26,7 @@ _LEAST = 16  # characters of a secret
 class Secret:
     """A key, its origin, and whether the user has chosen it (then all ranks must have it)."""
 
-    key: bytes
+    key: bytes = dataclasses.field(repr=False)
     origin: str
     chosen: bool
 
