@@ -36,16 +36,12 @@ from .remote.caller import Unreached
 from .remote.handle import Remote
 from .remote.node import Node
 
-_OF_RANKS = ("device_mesh", "session")
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
 @public
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
-    found = getattr(type(mesh), name, None)
-    if name in _OF_RANKS and isinstance(found, property):  # it has raised a RankOnly, for which Python asks here: again
-        found.__get__(mesh)
     raise no_attribute(mesh, name, OF_MESHES)
 
 

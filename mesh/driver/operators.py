@@ -84,7 +84,6 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "is_cpu": lambda x: torch.device(x.mesh.device).type == "cpu",
     "is_cuda": lambda x: torch.device(x.mesh.device).type == "cuda",
     "is_leaf": lambda x: True,
-    "local": lambda x: Array.local.__get__(x),  # raises again, after the property has: see RankOnly
     "is_nested": lambda x: False,
 }
 _OF_GRADIENTS = frozenset(
@@ -124,11 +123,11 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     way, specs, out = _way(layout, name, treedef, tuple(map(_kind_of, leaves)))
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
     numbers = () if name in _ELEMENTWISE else tuple(leaf for leaf in leaves if isinstance(leaf, float))
+    program, operation = _program(func, name, way, out, numbers)
 
     def request(mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:
         return Request(mesh, name, args, kwargs, specs, None)
 
-    program, operation = _program(func, name, way, out, numbers)
     try:
         with mesh.run_state.aside():
             callee = Callee(program, func, request, "never", operation)
@@ -142,6 +141,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if mesh.layout is not layout:  # it was resized by this call, or by another thread: Arrays are cut otherwise now
         return operate(func, args, kwargs)
     return results
+
 
 def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Mesh:
     """The mesh on which to call a function of torch; refuses what can't be called with these arguments, or here."""
@@ -164,7 +164,6 @@ def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) 
             f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
         )
     return mesh
-
 
 
 def _refuse_write(name: str, *, inplace: Any) -> NoReturn:
