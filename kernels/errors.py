@@ -115,8 +115,12 @@ def kind_text(dtype: object, shape: Iterable[int]) -> str:
 def no_attribute(obj: object, name: str, instead: Mapping[str, str]) -> AttributeError:
     """What an object raises that lacks an attribute, with what to write instead of that of torch's.
 
+    Python asks for it, too, when a property has raised a `RankOnly`; that is then raised again.
+
     >>> no_attribute(3, "zero_grad", {"zero_grad": "leave it out"})
     AttributeError("spmd's int has no attribute 'zero_grad': leave it out")
     """
+    if isinstance(own := getattr(type(obj), name, None), property):
+        own.__get__(obj)
     remedy = f": {instead[name]}" if name in instead else ""
     return AttributeError(f"spmd's {type(obj).__name__} has no attribute {name!r}{remedy}", name=name, obj=obj)

@@ -116,9 +116,8 @@ def assemble(
     *,
     name: str,
     where: str,
-    compare: bool = True,
     prints: Sequence[bytes] = (),
-    check: Check = Check.NOTHING,
+    check: Check = Check.SCALARS,
     ragged: bool = False,
     remedy: str = SHARDS_OF_ONE,
 ) -> Assembled:
@@ -127,8 +126,7 @@ def assemble(
     Args:
         outputs: by rank.
         name, where: the program and the mesh, for messages.
-        compare: refuse values that should agree and do not.
-        prints, check: each rank's prints of its tensors, and what they cover.
+        prints, check: each rank's prints of its tensors, and what is compared: with `Check.NOTHING` no values at all.
         ragged: shards may differ in dimensions that are not cut, which then have the size `RAGGED`.
         remedy: what to do about shards that do not fit together.
 
@@ -157,7 +155,7 @@ def assemble(
                 where=where,
                 remedy="return the same kind of value on every rank",
             )
-        if compare:
+        if check:
             _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where)
         if leaf.spec is None:
             results.append(Result(None, value=leaf.value))

@@ -20,7 +20,7 @@ import torch
 
 from ..kernels.argument_names import OF_ARRAYS
 from ..kernels.callsite import public
-from ..kernels.errors import MeshError, SpecError, dtype_name
+from ..kernels.errors import MeshError, SpecError, dtype_name, no_attribute
 from .batch import Deal
 from .display import drawing
 from .spec import RAGGED, P
@@ -268,7 +268,7 @@ class Array:
         method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else OF_ARRAYS.get(name, ".full() is the whole value as a tensor")
-            raise AttributeError(f"an Array has no attribute {name!r}; {way}")
+            raise no_attribute(self, name, {name: way})
         return functools.partial(_operated, method, self)
 
     __add__, __radd__, __sub__, __rsub__, __mul__, __rmul__ = _operators("add", "radd", "sub", "rsub", "mul", "rmul")

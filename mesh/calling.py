@@ -45,44 +45,87 @@ FLAGS = 8
 RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
 
 
-def call(
-    mesh: Mesh,
-    program: Program,
-    source: Any,
-    tree: tuple[tuple, dict[str, Any]],
-    request: Callable[[Mesh, tuple, dict[str, Any]], Request],
-    *,
-    check: str,
-    holder: Any,
-    donates: bool = False,
-    flat: tuple[list[Any], Any] | None = None,
-) -> Any:
-    """Run a program on all ranks: its results, as a tree with Arrays for tensors.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Callee:
+    """What is called.
 
-    Args:
+    Attributes:
         source: the function whose changes mean that the program must be sent again; None if it never changes.
-        tree: (args, kwargs).
         request: checks the arguments of a call on a mesh: for the first call of a signature, and if something is wrong.
         check: when replicas of results are compared: "first", "always" or "never".
         holder: lives as long as the program is worth keeping on the ranks.
         donates: whether some arguments are donated.
+    """
+
+    program: Program
+    source: Any
+    request: Callable[[Mesh, tuple, dict[str, Any]], Request]
+    check: str
+    holder: Any
+    donates: bool = False
+
+
+def call(
+    mesh: Mesh, callee: Callee, tree: tuple[tuple, dict[str, Any]], flat: tuple[list[Any], Any] | None = None
+) -> Any:
+    """Run a program on all ranks: its results, as a tree with Arrays for tensors.
+
+    Args:
+        tree: (args, kwargs).
         flat: the leaves and the structure of `tree`, if the caller has them.
     """
     settings = ambient()
     if counted.thread.asked:
         counted.note_mesh(mesh)
-    drives = mesh.is_driver
-    session: Any = mesh.driver if drives else mesh.session
-    if drives:
+    session: Any = mesh.driver if mesh.is_driver else mesh.session
+    if mesh.is_driver:
         if (resizing := session.resizing) is not None:
             resizing.switch_if_ready()
         session.shipped.follow_reloads()
-    calls = session.calls.get(holder)
+    calls = session.calls.get(callee.holder)
     if calls is None:
-        calls = session.calls[holder] = Calls()
-        if check != "never":  # as with torch's functions on Arrays
-            calls.renewals = _renewals_of(session, source)
+        calls = session.calls[callee.holder] = Calls()
+        if callee.check != "never":  # as with torch's functions on Arrays
+            calls.renewals = _renewals_of(session, callee.source)
     leaves, treedef = flat or calls.flatten(tree)
+    ready = _ready(mesh, callee, calls, tree, leaves, treedef, settings)
+    deal, spans, name = ready.deal, ready.spans, callee.program.name
+    is_donated = [leaf.donated for leaf in ready.plan.leaves] if callee.donates else ()
+    try:
+        if mesh.is_driver:
+            session.raise_failure()  # an earlier call's, before this one gets its number
+        this = session.run_state.begin_call(name, counted=deal is None)
+        key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
+        try:
+            compiled = _compiled(mesh, session, callee, calls, ready)
+            results = compiled(ready.leaves, spans, key, this, check=callee.check)
+        except BaseException:
+            session.run_state.fail_call(this)
+            raise
+    finally:  # a call that fails may have begun to overwrite what was donated
+        if callee.donates:
+            donate(spans, is_donated, name)
+    calls.add(ready.signature, compiled)
+    return results
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """The arguments of a call as they are sent, and what an earlier call of their signature has settled (`known`)."""
+
+    leaves: list[Any]
+    treedef: Any
+    spans: Sequence[Span]
+    signature: Signature
+    deal: Deal | None
+    plan: InputPlan
+    moves: list[tuple[int, Any]]
+    known: DriverCall | LaunchedCall | None
+
+
+def _ready(
+    mesh: Mesh, callee: Callee, calls: Calls, tree: Any, leaves: list[Any], treedef: Any, settings: Ambient | None
+) -> _Ready:
     spans = spans_of(leaves, calls.lengths)
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)
@@ -90,52 +133,37 @@ def call(
     if known is not None and known.cuts and _were_resized([leaves[index] for index in known.cuts]):
         signature, deal = _signature(leaves, spans, treedef, settings)
         known = calls.find(signature)
-    if known is not None and not known.accepts(mesh, leaves, spans):
-        known = None
-    if known is None:
-        wanted = request(mesh, *tree)
+    if known is None or not known.accepts(mesh, leaves, spans):
+        wanted = callee.request(mesh, *tree)
         signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
         plan, moves = wanted.plan(settings), _moves(leaves, wanted)
-        leaves = wanted.leaves
-        spans = spans_of(leaves)
+        return _Ready(wanted.leaves, treedef, spans_of(wanted.leaves), signature, deal, plan, moves, None)
+    for index, spec in known.moves:
+        leaves[index] = put_on(mesh, leaves[index], spec)
+    spans = spans_of(leaves) if known.moves else spans
+    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known)
+
+
+def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Ready) -> DriverCall | LaunchedCall:
+    """The compiled call for these arguments: made, if there is none of the program as the ranks have it."""
+    program, known = callee.program, ready.known
+    shipped = session.shipped.ship_program(callee.source, program, callee.holder) if mesh.is_driver else None
+    if known is not None and known.shipped is shipped:
+        calls.renewals.count = 0
+        return known
+    if known is not None or calls.empty:
+        calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
+    settled = ready.treedef, ready.plan, ready.moves
+    choice = _choice(ready.leaves, ready.plan)
+    made: DriverCall | LaunchedCall
+    if shipped is not None:
+        made = DriverCall(mesh, session, program, shipped, *settled, choice)
+    elif (alike := calls.planned.get((ready.treedef, ready.plan, choice))) is None:
+        made = LaunchedCall(mesh, session, program, *settled, choice)
     else:
-        plan, moves = known.plan, known.moves
-        if moves:
-            for index, spec in moves:
-                leaves[index] = put_on(mesh, leaves[index], spec)
-            spans = spans_of(leaves)
-    is_donated = [leaf.donated for leaf in plan.leaves] if donates else ()
-    try:
-        if drives:
-            session.raise_failure()  # an earlier call's, before this one gets its number
-        this = session.run_state.begin_call(program.name, counted=deal is None)
-        key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
-        try:
-            shipped = session.shipped.ship_program(source, program, holder) if drives else None
-            if known is not None and known.shipped is shipped:
-                calls.renewals.count = 0
-            else:
-                if known is not None or calls.empty:
-                    calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
-                settled = treedef, plan, moves
-                choice = _choice(leaves, plan)
-                if shipped is not None:
-                    known = DriverCall(mesh, session, program, shipped, *settled, choice)
-                elif (alike := calls.planned.get((treedef, plan, choice))) is None:
-                    known = LaunchedCall(mesh, session, program, *settled, choice)
-                else:
-                    known = alike.for_other_shapes(moves)
-                known.cuts = _cuts(leaves, plan)
-            assert known is not None
-            results = known(leaves, spans, key, this, check=check)
-        except BaseException:
-            session.run_state.fail_call(this)
-            raise
-    finally:  # a call that fails may have begun to overwrite what was donated
-        if donates:
-            donate(spans, is_donated, program.name)
-    calls.add(signature, known)
-    return results
+        made = alike.for_other_shapes(ready.moves)
+    made.cuts = _cuts(ready.leaves, ready.plan)
+    return made
 
 
 @dataclasses.dataclass(slots=True)

@@ -263,6 +263,7 @@ class Mesh:
         """
         self.check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
+        self.driver.node.close(lost_values.RESTARTED, "make them again")
         self.driver.shut(lost_values.RESTARTED)
         self._start()
 
@@ -296,11 +297,9 @@ class Mesh:
         _entered.meshes.remove(self)
         self._depth -= 1
         if self._depth == 0 and current() is None:
-            if error is None:
+            hidden = () if error is None else (BaseException,)  # the error under way says more
+            with contextlib.suppress(*hidden):
                 self.close()
-            else:
-                with contextlib.suppress(BaseException):  # the error under way says more
-                    self.close()
 
 
 # -- which mesh is meant ----------------------------------------------------------------------------------------------

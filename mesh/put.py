@@ -17,6 +17,7 @@ from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import trees
 from .array import Array, meta
+from .driver.pending import Pure
 from .driver.sending import put_message
 from .launch import launched
 from .launch.alike import WHOLE, Given, given_tensor, refuse_differing
@@ -191,7 +192,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
         make, content = put_message(driver, values, [leaf for _, leaf, _ in todo], cuts)
-        task = driver.submit(make, content, name="put", values=(values,))
+        task = driver.submit(make, content, pure=Pure("put", values=(values,)))
         arrays = values.arrays(task, metas)
     else:
         arrays = []

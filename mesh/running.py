@@ -23,6 +23,7 @@ from . import protocol, wire
 from .ambient import ambient
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
+from .driver.pending import WAITED_FOR, Handling
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .driver.snapshot import typed_sources
@@ -35,16 +36,12 @@ from .remote.caller import Unreached
 from .remote.handle import Remote
 from .remote.node import Node
 
-_OF_RANKS = ("device_mesh", "session")
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
 
 @public
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
-    found = getattr(type(mesh), name, None)
-    if name in _OF_RANKS and isinstance(found, property):  # it has raised a RankOnly, for which Python asks here: again
-        found.__get__(mesh)
     raise no_attribute(mesh, name, OF_MESHES)
 
 
@@ -108,9 +105,9 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
         if not chosen:
             return []
         make, content = _message(self.driver, fn, args)
-        about: dict[str, Any] = {"ranks": chosen, "region": True, "layout": layout, "reported": True}
         make = functools.partial(make, key=key, by_some=len({*chosen}) < layout.size)
-        return self.driver.wait(self.driver.submit(make, content, **about)).values()
+        task = self.driver.submit(make, content, ranks=chosen, region=True, layout=layout, handling=WAITED_FOR)
+        return self.driver.wait(task).values()
     rank, settings = self.session.rank, ambient()
 
     def here() -> tuple[Any, list[bytes]]:
@@ -142,7 +139,8 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
     if self.is_driver:
         make, content = _message(self.driver, fn, args)
         key = (self.seed, "run", self.run_state.next_run())
-        self.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], future=future, layout=layout)
+        make, handling = functools.partial(make, key=key), Handling(future)
+        self.driver.submit(make, content, ranks=[chosen], layout=layout, handling=handling)
         return future
     try:
         future.set_result(run(self, fn, *args, ranks=[chosen])[0])

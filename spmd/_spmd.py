@@ -15,7 +15,7 @@ from .kernels.callsite import public
 from .kernels.errors import MeshError, SpecError
 from .kernels.torch_private import is_traced
 from .mesh import trees
-from .mesh.calling import HasRefs, call
+from .mesh.calling import Callee, HasRefs, call
 from .mesh.display.notebook import shorten
 from .mesh.mesh import Mesh, resolve
 from .mesh.program import Program
@@ -161,12 +161,9 @@ class Spmd(Transformable):
         if fingerprint.unplaced.restored or self not in mesh.run_state.begun:
             fingerprint.begin_step(mesh, self, self._name, None if parallel is None else parallel.settings)
         try:
-            results = call(
-                *(mesh, self.program, self._f, (args, kwargs), self.request),
-                check=self._check,
-                holder=self,
-                donates=bool(self._donate),
-            )
+            # Made anew, since one that it held would hold it, and keep its program on the ranks.
+            callee = Callee(self.program, self._f, self.request, self._check, self, bool(self._donate))
+            results = call(mesh, callee, (args, kwargs))
         except HasRefs:
             args, kwargs = on_ranks(mesh, (args, kwargs))
             return self._outside(args, kwargs)

@@ -36,7 +36,7 @@ def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
     """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
 
     def popen(command: Sequence[str], **options: Any) -> Any:
-        begin = command.index(sys.executable) if sys.executable in command else 0  # behind env, or ssh
+        begin = 5 if command[2:4] == ["sh", "-c"] else 2  # behind env with a variable, and sh; or ssh
         python = [one for one in command[begin:] if one != "-B"]  # which changes nothing
         forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
         return run(python, **options) if forked else subprocess.Popen(command, **options)

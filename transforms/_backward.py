@@ -125,7 +125,7 @@ class Plain:
             hooked = hooks_made() > hooks
             aux = Auxiliary.of(out.aux, call.over) if call.has_aux else NO_AUX
             communicates = bool(collectives.end)
-            look(call, call.args, call.kwargs, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
+            look(call, out, aux, call.plan.batch, communicates=communicates, hooked=hooked)
             evaluated = Evaluated(call, out.value, call.share(out.count), aux, collectives, hooked)
             return within_a_graph(evaluated) if self._nested else outermost(evaluated)
 

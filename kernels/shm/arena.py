@@ -23,7 +23,7 @@ import os
 import platform
 import stat
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,12 +102,16 @@ def found_in(pid: int) -> dict[tuple[int, int], tuple[int, int]]:
     with contextlib.suppress(OSError):
         for number in map(int, os.listdir(f"/proc/{pid}/fd")):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{number}") == f"/memfd:{_NAME} (deleted)":
-                    one = os.stat(f"/proc/{pid}/fd/{number}")
-                    for size in range(1, one.st_size // _layout(1).heap_bytes):
-                        if _layout(size).end == one.st_size:
-                            found[one.st_dev, one.st_ino] = number, size
+                found.update({place: (number, size) for place, size in _opened(f"/proc/{pid}/fd/{number}")})
     return found
+
+
+def _opened(path: str) -> Iterator[tuple[tuple[int, int], int]]:
+    """If a descriptor is an arena's: its (device, inode), and for how many ranks it is."""
+    if os.readlink(path) == f"/memfd:{_NAME} (deleted)":
+        one = os.stat(path)
+        sizes = range(1, one.st_size // _layout(1).heap_bytes)
+        yield from (((one.st_dev, one.st_ino), size) for size in sizes if _layout(size).end == one.st_size)
 
 
 def _device_of_memfds() -> int:

@@ -201,7 +201,7 @@ class Answers(Owned):
         if failure is None and session.options["copies"]:
             session.uncopied.hold(task)
         elif task.again is not None:
-            for values in task.again.values:
+            for values in task.again.call.values:
                 if values.read is not None:  # they are read again when they are needed next
                     values.not_read(rank for rank in task.ranks if task.answers.get(rank, ("lost",))[0] != "ok")
         session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)

@@ -21,7 +21,7 @@ from ..run_state import Call
 from . import sending
 from .functions import Shipped
 from .mesh_view import MeshView
-from .pending import Outcome, Task
+from .pending import Handling, Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
@@ -102,15 +102,13 @@ class DriverCall:
             ),
             None if plain else lambda: sending.content(driver, values, lambda: self._parts(leaves)),
             region=True,
-            last_results=self._planned.last_results,
-            compare=None if waits or not looked else functools.partial(self._compare, looked),
-            needs=functools.partial(self._lacking, spans),
-            name=self._name,
-            holds=self,
-            arguments=tuple(leaves),
-            values=(results,),
             layout=self._layout,
-            reported=waits,
+            pure=Pure(self._name, functools.partial(self._lacking, spans), self, tuple(leaves), (results,)),
+            handling=Handling(
+                last_results=self._planned.last_results,
+                compare=None if waits or not looked else functools.partial(self._compare, looked),
+                reported=waits,
+            ),
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS
@@ -181,7 +179,6 @@ class DriverCall:
             agreement.decode_all(task.values()),
             name=self._name,
             where=self._where,
-            compare=looked > Check.NOTHING,
             prints=[task.prints[rank] for rank in task.ranks],
             check=looked,
         )

@@ -20,7 +20,8 @@ from ...kernels.errors import MeshError, SpecError, SpmdError
 from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
 from ..array import FREEZE, WAY, Array, Meta, refuse_gradients
-from ..calling import call
+from ..calling import Callee, call
+from ..mesh import Mesh
 from ..program import Program
 from ..purity.writes import written_by
 from ..put import as_tensor, fetch, is_array
@@ -83,7 +84,6 @@ ATTRIBUTES: dict[str, Callable[[Array], Any]] = {
     "is_cpu": lambda x: torch.device(x.mesh.device).type == "cpu",
     "is_cuda": lambda x: torch.device(x.mesh.device).type == "cuda",
     "is_leaf": lambda x: True,
-    "local": lambda x: Array.local.__get__(x),  # raises again, after the property has: see RankOnly
     "is_nested": lambda x: False,
 }
 _OF_GRADIENTS = frozenset(
@@ -100,25 +100,8 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         MeshError: called within a region.
     """
     name = _name_of(func)
-    if name in _OF_GRADIENTS:
-        freezes = name == "requires_grad_" and False in (*args[1:], *kwargs.values())
-        refuse_gradients(f"{name} was asked of an Array", FREEZE if freezes else WAY)
-    if in_torch_func():
-        raise SpecError(
-            f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
-            remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
-        )
     leaves, treedef = trees.flatten((args, kwargs))
-    arrays = [leaf for leaf in leaves if type(leaf) is Array]
-    mesh = arrays[0].mesh
-    if current() is not None:
-        raise MeshError(
-            f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there"
-        )
-    if any(array.mesh is not mesh for array in arrays):
-        raise SpecError(
-            f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
-        )
+    mesh = _mesh_of(name, args, kwargs, leaves)
     written = _written(func, name, args, kwargs)
     if written is not None:
         if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
@@ -141,18 +124,14 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
     numbers = () if name in _ELEMENTWISE else tuple(leaf for leaf in leaves if isinstance(leaf, float))
     program, operation = _program(func, name, way, out, numbers)
+
+    def request(mesh: Mesh, args: tuple, kwargs: dict[str, Any]) -> Request:
+        return Request(mesh, name, args, kwargs, specs, None)
+
     try:
         with mesh.run_state.aside():
-            results = call(
-                mesh,
-                program,
-                func,
-                (args, kwargs),
-                lambda mesh, args, kwargs: Request(mesh, name, args, kwargs, specs, None),
-                check="never",
-                holder=operation,
-                flat=(leaves, treedef),
-            )
+            callee = Callee(program, func, request, "never", operation)
+            results = call(mesh, callee, (args, kwargs), (leaves, treedef))
             if _is_sized_by_values(name, leaves):  # the shape of the last result says nothing
                 for result in trees.leaves(results, is_leaf=is_array):
                     _ = result.shape
@@ -162,6 +141,29 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if mesh.layout is not layout:  # it was resized by this call, or by another thread: Arrays are cut otherwise now
         return operate(func, args, kwargs)
     return results
+
+
+def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Mesh:
+    """The mesh on which to call a function of torch; refuses what can't be called with these arguments, or here."""
+    if name in _OF_GRADIENTS:
+        freezes = name == "requires_grad_" and False in (*args[1:], *kwargs.values())
+        refuse_gradients(f"{name} was asked of an Array", FREEZE if freezes else WAY)
+    if in_torch_func():
+        raise SpecError(
+            f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
+            remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
+        )
+    arrays = [leaf for leaf in leaves if type(leaf) is Array]
+    mesh = arrays[0].mesh
+    if current() is not None:
+        raise MeshError(
+            f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there"
+        )
+    if any(array.mesh is not mesh for array in arrays):
+        raise SpecError(
+            f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
+        )
+    return mesh
 
 
 def _refuse_write(name: str, *, inplace: Any) -> NoReturn:

@@ -8,7 +8,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,26 +39,54 @@ def aside() -> Iterator[None]:
         _thread.aside = False
 
 
-@dataclasses.dataclass(slots=True)
-class Again:
-    """What it takes to send a task again.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pure:
+    """A call without effects, which may run again when a rank dies, and what it needs for that until it is over.
 
     Attributes:
         name: of the call, for messages.
-        make, packet: make the message; its content.
-        holds: the compiled call (`calls.DriverCall`), which must live until the task is over.
+        needs: gives those of the values named in the message that some rank lacks, as (a call's values, index, what to
+            call it). Asked when all ranks are there, since a rank that was replaced may lack values.
+        holds: the compiled call (`calls.DriverCall`), which must live until then.
         arguments: its inputs.
         values: its outputs, as `values.CallValues`; one for each batch if it reads several.
-        losses: how often ranks have died in it.
     """
 
     name: str
+    needs: Callable[[], Iterable[Sequence[Any]]] = tuple
+    holds: Any = None
+    arguments: Sequence[Any] = ()
+    values: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Again:
+    """What it takes to send a task again: the call, its message and content; `losses`: how often ranks died in it."""
+
+    call: Pure
     make: Make
     packet: wire.Packet
-    holds: Any
-    arguments: Sequence[Any]
-    values: Sequence[Any]
     losses: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Handling:
+    """What is done with the answers to a task.
+
+    Attributes:
+        future: takes the first rank's result, or the failure.
+        last_results, compare: see `Task`.
+        reported: a failure is raised only where the task is waited for, not in other threads that use the mesh.
+    """
+
+    future: Future | None = None
+    last_results: dict[int, Any] | None = None
+    compare: Callable[[Task], Outcome] | None = None
+    reported: bool = False
+
+
+# Failures are raised where the mesh is used next, or where the task is waited for.
+LATER, WAITED_FOR = Handling(), Handling(reported=True)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

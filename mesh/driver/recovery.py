@@ -261,7 +261,7 @@ class Recovery:
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
         """Send again what the replaced ranks left undone."""
         session = self._session
-        held = [one for task in again for one in (*task.again.arguments, task.again.holds)]
+        held = [one for task in again for one in (*task.again.call.arguments, task.again.call.holds)]
         for values in session.values.unread(held):
             send_read(session, values)
         for message, packet in session.shipped.naming_values():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from .. import wire
 from ..failure import ranks_text
 from ..protocol import Spans
-from .pending import Again, Task
+from .pending import Again, Pure, Task
 from .session_view import Session
 from .values import CallValues
 
@@ -48,7 +48,7 @@ def to_rerun(
             return found, _lost(task.again, checkpoint)
         if task.again.losses >= LOSSES:
             return found, (
-                f"{task.again.name} has lost ranks {LOSSES} times in a row, and is not run again: see what ends "
+                f"{task.again.call.name} has lost ranks {LOSSES} times in a row, and is not run again: see what ends "
                 "them (too little memory, perhaps)"
             )
         found.append(task)
@@ -57,17 +57,18 @@ def to_rerun(
 
 def _lost(again: Again, checkpoint: str | None) -> str:
     """The message for a call that can't run again because ranks have overwritten what it reads."""
-    donated = again.holds.donated() if again.holds is not None else ()
+    donated = again.call.holds.donated() if again.call.holds is not None else ()
     what = f"{', '.join(donated)} of it, donated and lost" if donated else "what a later call was donated, and it reads"
     newest = (
         f"the newest checkpoint, {checkpoint}," if checkpoint is not None else "a checkpoint (this run has none yet)"
     )
-    return f"{again.name} can't run again: ranks had begun to overwrite {what}; restore {newest} or leave donate= out"
+    problem = f"{again.call.name} can't run again: ranks had begun to overwrite {what}"
+    return f"{problem}; restore {newest} or leave donate= out"
 
 
 def _order(task: Task) -> tuple[bool, bool, int]:
     """The order to run in: tasks that make values on their own, then tasks that fetch values, then regions."""
-    fetches = task.again is not None and not task.again.values
+    fetches = task.again is not None and not task.again.call.values
     return task.region > 0, fetches, task.number
 
 
@@ -94,7 +95,7 @@ def send_again(session: Session, task: Task, replaced: Collection[int]) -> None:
     for rank in ranks:
         task.answers.pop(rank, None)
         task.prints.pop(rank, None)
-    for values in again.values:
+    for values in again.call.values:
         values.was_read(ranks)
     session.tell(again.make(task.number, task.region, (), ()), again.packet, ranks)
 
@@ -104,7 +105,7 @@ def send_read(session: Session, values: CallValues) -> None:
     assert values.read is not None
     ranks = sorted(values.unread_on)
     values.was_read(ranks)
-    again = Again("a batch", values.read, wire.Packet(b""), None, (), (values,))
+    again = Again(Pure("a batch", values=(values,)), values.read, wire.Packet(b""))
     task = Task(next(session.numbers), tuple(ranks), again=again, reported=True)
     session.pending.tasks[task.number] = task
     session.tell(values.read(task.number, 0, (), ()), ranks=ranks)
@@ -125,7 +126,7 @@ def freed_meanwhile(tasks: Sequence[Task]) -> Spans:
     """The outputs of these tasks that were freed already, and are made again when the tasks run again."""
     spans: list[int] = []
     for task in tasks:
-        for values in task.again.values if task.again is not None else ():
+        for values in task.again.call.values if task.again is not None else ():
             spans += values.freed_names()
     return tuple(spans)
 
@@ -139,7 +140,7 @@ def tell(lost: dict[int, str], tasks: Sequence[Task], seconds: float, where: str
         f"{ranks_text(ranks)} {how if len(ranks) == 1 else how.replace('was ', 'were ', 1)}"
         for how, ranks in alike.items()
     )
-    calls = [task.again.name for task in tasks if task.region and task.again is not None]
+    calls = [task.again.call.name for task in tasks if task.region and task.again is not None]
     what = f"; {', '.join(calls)} {'runs' if len(calls) == 1 else 'run'} again" if calls else ""
     values = f", with {'its' if len(lost) == 1 else 'their'} values," if lasting else ""
     logger.warning("%s [%s]: replaced%s in %.0f ms%s", ends, where, values, 1e3 * seconds, what)

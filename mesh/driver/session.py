@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ...kernels.errors import MeshError
@@ -30,8 +29,8 @@ from ..spec import Layout
 from . import open_sessions, sending
 from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
-from .lost_values import RESTARTED, closed
-from .pending import Again, Flight, Make, Outcome, Pending, Task
+from .lost_values import closed
+from .pending import LATER, Again, Flight, Handling, Make, Pending, Pure, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
@@ -144,16 +143,9 @@ class DriverSession(Owned):
         *,
         ranks: Sequence[int] | None = None,
         region: bool = False,
-        future: Future | None = None,
-        last_results: dict[int, Any] | None = None,
-        compare: Callable[[Task], Outcome] | None = None,
-        needs: Callable[[], Iterable[Sequence[Any]]] = tuple,
-        name: str | None = None,
-        holds: Any = None,
-        arguments: Sequence[Any] = (),
-        values: Sequence[CallValues] = (),
         layout: Layout | None = None,
-        reported: bool = False,
+        pure: Pure | None = None,
+        handling: Handling = LATER,
     ) -> Task:
         """Send a task to ranks (all by default).
 
@@ -161,14 +153,8 @@ class DriverSession(Owned):
             make: makes the message, given the fields that all tasks begin with (see `protocol.Task`).
             content: makes its content.
             region: whether it is a region; then the other ranks pass through it, so that nobody waits for them in vain.
-            future: takes the first rank's result, or the failure.
-            last_results, compare: see `Task`.
-            needs: gives those of the values named in the message that some rank lacks, as (a call's values, index, what
-                to call it). Asked when all ranks are there, since a rank that was replaced may lack values.
-            name: for messages, if the task may run again when a rank dies; None if it may not.
-            holds, arguments, values: see `Again`.
             layout: the mesh's layout that the task is made for; by default the current one.
-            reported: a failure is raised only where this task is waited for, not in other threads that use the mesh.
+            pure: the call, if it may run again when a rank dies.
         """
         if self.lock._is_owned():  # type: ignore[attr-defined]
             problem = "the handler of a signal, or a finalizer, made a call in the middle of another call"
@@ -180,10 +166,10 @@ class DriverSession(Owned):
         while True:
             generation = self.ranks.generation  # read before anything below depends on it
             self.ready()
-            for needed, *which in needs():
+            for needed, *which in pure.needs() if pure is not None else ():
                 needed.restore(*which)
             packet = wire.Packet(b"") if content is None else content()
-            again = None if name is None or not self.reruns else Again(name, make, packet, holds, arguments, values)
+            again = None if pure is None or not self.reruns else Again(pure, make, packet)
             task: Task | None = None
             try:
                 with self.lock:
@@ -195,15 +181,16 @@ class DriverSession(Owned):
                         continue
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
-                    known = {} if last_results is None else last_results
-                    task = Task(number, chosen, at, future, known, compare, again, reported)
+                    known = {} if handling.last_results is None else handling.last_results
+                    how = handling.future, known, handling.compare, again, handling.reported
+                    task = Task(number, chosen, at, *how)
                     with uninterrupted():
                         # What nothing here refers to any more is freed on the ranks with the task.
                         freed, forgotten = self.values.freed(), self.shipped.unused()
                         self.pending.tasks[number] = task
                         self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
                         if others and region:
-                            rest = Task(next(self.numbers), others, at, reported=reported)
+                            rest = Task(next(self.numbers), others, at, reported=handling.reported)
                             self.pending.tasks[rest.number] = rest
                             self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
                         elif others and (freed or forgotten):
@@ -337,7 +324,7 @@ class DriverSession(Owned):
             resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
-        self.node.close(why, "make them again" if why == RESTARTED else "make a new Mesh")
+        self.node.close(why)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)
         self.ranks.close()

@@ -24,7 +24,7 @@ from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .lost_values import lost, restarted
-from .pending import Task
+from .pending import WAITED_FOR, Pure, Task
 from .session_view import Session
 
 
@@ -128,8 +128,8 @@ class CallValues:
         ranks = sorted(self.unread_on)
         self.was_read(ranks)
         try:
-            about: dict[str, Any] = {"name": "a batch", "values": (self,), "reported": True}
-            self.session.wait(self.session.submit(self.read, ranks=ranks, **about))
+            batch = Pure("a batch", values=(self,))
+            self.session.wait(self.session.submit(self.read, ranks=ranks, pure=batch, handling=WAITED_FOR))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -220,8 +220,8 @@ class CallValues:
         self.settle()
         spans = tuple(word for index in indexes for word in (self.number, index, index + 1))
         fetch = functools.partial(protocol.FetchValues, spans=spans)
-        about: dict[str, Any] = {"name": "fetching", "holds": self, "layout": layout, "reported": True}
-        task = self.session.submit(fetch, ranks=ranks, needs=lambda: [(self, index) for index in indexes], **about)
+        pure = Pure("fetching", lambda: [(self, index) for index in indexes], holds=self)
+        task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, handling=WAITED_FOR)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:

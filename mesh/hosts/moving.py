@@ -45,7 +45,7 @@ class Moves:
     def needed_by(self, task: Task) -> bool:
         """Whether a call can't run again because it needs lost values."""
         lost = {id(values) for values in self.lost}
-        held = task.again.holds
+        held = task.again.call.holds
         return (
             self._argument(task) is not None
             or id(held._source if isinstance(held, Array) else held) in lost
@@ -55,7 +55,7 @@ class Moves:
     def _argument(self, task: Task) -> int | None:
         """The index of the first of a call's arguments that is lost; None if none is."""
         lost = {values.number for values in self.lost}
-        for argument, one in enumerate(task.again.arguments):
+        for argument, one in enumerate(task.again.call.arguments):
             source: Any = one._source if isinstance(one, Array) else None
             if source is not None and source.number in lost and (source.number, one._index) in self.gone:
                 return argument
@@ -65,9 +65,9 @@ class Moves:
         """Why a call can't run again, in words, and what to do."""
         argument = self._argument(task)
         what = (
-            f"{task.again.name} needs a value that"
+            f"{task.again.call.name} needs a value that"
             if argument is None
-            else f"{task.again.holds.path_of(argument)}, which"
+            else f"{task.again.call.holds.path_of(argument)}, which"
         )
         return f"{what} nobody else had, is lost: {self.remedy}"
 
@@ -99,7 +99,7 @@ class Moves:
 def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
     """What has to go where so that all ranks have their values again, without calls that run again or have failed."""
     found, copies = Moves(remedy=remedy(session)), session.ranks.copies()
-    made = {id(values) for task in again for values in task.again.values}
+    made = {id(values) for task in again for values in task.again.call.values}
     for values in session.values.of_calls(read=False):
         if id(values) in made:
             continue

@@ -114,43 +114,52 @@ class Host:
             self.handle(message, content)
 
     def handle(self, message: Any, content: bytes) -> None:
-        if isinstance(message, protocol.ToRanks):
-            packet = self._laid_out(unframed(content))
-            self._gathering.expect(packet, [number for number in message.ranks if self._ranks[number].alive])
-            parts = wire.frame(packet)
-            for number in message.ranks:
-                rank = self._ranks[number]
-                if rank.alive and not self._send(rank, packet, parts):
-                    self._sockets.when_writable(rank)
-            packet.close()
-        elif isinstance(message, protocol.Signal):
-            self._ranks[message.rank].signal(message.number)
-        elif isinstance(message, protocol.Abort):
-            self._arena.abort(message.why)
-        elif isinstance(message, protocol.BeginAnew):
-            self._request = dataclasses.replace(self._request, generation=message.generation)
-            self._clear(message.generation)
-            dead = [number for number in self._members if not self._ranks[number].alive]
-            for number in dead:
-                self._ranks[number].close()
-            self.start(dead)
-        elif isinstance(message, protocol.Ask):
-            self._link.send(self._report(message))
-        elif isinstance(message, protocol.Tunnelled):
-            if self._tunnel is not None:
+        """Do what a message of the driver's asks for."""
+        match message:
+            case protocol.ToRanks(ranks):
+                self._pass_on(ranks, self._laid_out(unframed(content)))
+            case protocol.Signal(rank, number):
+                self._ranks[rank].signal(number)
+            case protocol.Abort(why):
+                self._arena.abort(why)
+            case protocol.BeginAnew(generation):
+                self._begin_anew(generation)
+            case protocol.Ask(what, region):
+                self._link.send(self._report(what, region))
+            case protocol.Tunnelled() if self._tunnel is not None:
                 self._tunnel.carry(message, content)
-        elif isinstance(message, protocol.ListCopies):
-            self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
-        elif isinstance(message, protocol.Offer):
-            if self._offered is not None:
-                self._offered.close()
-            key = mesh_key(self._secret, message.number)
-            self._offered = Offered(self._request.address, key, self._arena, self._members)
-            self._link.send(protocol.Offered(self._offered.port))
-        elif isinstance(message, protocol.DropGiven):
-            for call in message.calls:
-                if (result := self._given.pop(call, None)) is not None:
+            case protocol.ListCopies():
+                self._link.send(protocol.CopiesHeld(() if self._holder is None else self._holder.names()))
+            case protocol.Offer(number):
+                self._link.send(protocol.Offered(self._offer(number)))
+            case protocol.DropGiven(calls):
+                for result in [self._given.pop(call) for call in calls if call in self._given]:
                     self._arena.given.drop(result)
+
+    def _pass_on(self, ranks: Sequence[int], packet: wire.Packet) -> None:
+        living = [self._ranks[number] for number in ranks if self._ranks[number].alive]
+        self._gathering.expect(packet, [rank.rank for rank in living])
+        parts = wire.frame(packet)
+        for rank in living:
+            if not self._send(rank, packet, parts):
+                self._sockets.when_writable(rank)
+        packet.close()
+
+    def _begin_anew(self, generation: int) -> None:
+        """Open a generation, and replace the dead ranks."""
+        self._request = dataclasses.replace(self._request, generation=generation)
+        self._clear(generation)
+        dead = [number for number in self._members if not self._ranks[number].alive]
+        for number in dead:
+            self._ranks[number].close()
+        self.start(dead)
+
+    def _offer(self, number: bytes) -> int:
+        """Offer the ranks' values to those of another mesh; returns the port."""
+        if self._offered is not None:
+            self._offered.close()
+        self._offered = Offered(self._request.address, mesh_key(self._secret, number), self._arena, self._members)
+        return self._offered.port
 
     def _send(self, rank: Rank, packet: wire.Packet, parts: list[memoryview]) -> bool:
         """Send a packet; whether all of it is on its way."""
@@ -173,10 +182,10 @@ class Host:
         packet.head = ranks_protocol.encode(dataclasses.replace(msg, given=(*result, size)))
         return packet
 
-    def _report(self, asked: protocol.Ask) -> protocol.Report:
-        if asked.what == "overwritten":
-            return protocol.Report((), "yes" if self._arena.overwritten(asked.region) else "")
-        if asked.what == "stacks":
+    def _report(self, what: str, region: int) -> protocol.Report:
+        if what == "overwritten":
+            return protocol.Report((), "yes" if self._arena.overwritten(region) else "")
+        if what == "stacks":
             found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
             return protocol.Report((), "\n\n".join(found))
         rows = status.of_board(self._arena, self._members)

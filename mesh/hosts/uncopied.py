@@ -69,9 +69,9 @@ class Uncopied:
     def hold(self, task: Task) -> None:
         """Keep what it takes to run a successful task again, if its results are still being copied."""
         again = task.again
-        if again is None or len(again.values) != 1 or again.values[0].number not in self._waits:
+        if again is None or len(again.call.values) != 1 or again.call.values[0].number not in self._waits:
             return
-        self._held[again.values[0].number] = task, again
+        self._held[again.call.values[0].number] = task, again
         task.again = None
         if len(self._held) > _MOST:
             self._held.pop(next(iter(self._held)))[1].packet.close()
@@ -107,4 +107,4 @@ class Uncopied:
 
 def _sources(again: Any) -> set[int]:
     """The ids of the values that a call needs."""
-    return {id(one._source if isinstance(one, Array) else one) for one in (*again.arguments, again.holds)}
+    return {id(one._source if isinstance(one, Array) else one) for one in (*again.call.arguments, again.call.holds)}

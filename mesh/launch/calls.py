@@ -166,7 +166,6 @@ class LaunchedCall:
                 outputs,
                 name=self._name,
                 where=where(),
-                compare=looked > 0,
                 prints=[prints for prints, _ in gathered],
                 check=looked,
             )

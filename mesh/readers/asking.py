@@ -19,7 +19,7 @@ from typing import Any
 from .. import agreement, protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
-from ..driver.pending import Task
+from ..driver.pending import Handling, Pure, Task
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
@@ -114,9 +114,9 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
 
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
-    about: dict[str, Any] = {"last_results": described, "name": "a batch", "layout": layout}
     # A failure is raised only when the loop comes to the batch, and not if the loop was left before.
-    task = driver.submit(read, values=tuple(values), reported=True, **about)
+    handling = Handling(last_results=described, reported=True)
+    task = driver.submit(read, layout=layout, pure=Pure("a batch", values=tuple(values)), handling=handling)
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
 

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from ...kernels.call import word_key
 from ...kernels.torch_private import (
+    Argument,
     DispatchMode,
-    arguments,
     eagerly,
     storage,
     version,
@@ -31,9 +31,8 @@ from .. import trees
 from ..purity.writes import Watched, tensors_in, written_by
 from ..region import current, running_within
 from .net import NOWHERE, RANDOM, Net, Varying, activate, joined, nbytes, numbers_in
-from .operators import operator_of
+from .operators import Operation, operator_of
 from .statistics import (
-    adds,
     chooses,
     is_batch,
     joins_samples,
@@ -103,60 +102,56 @@ class _Join:
     """One operation: what it read and wrote, found before it runs."""
 
     def __init__(self, net: Net, func: Any, args: tuple, kwargs: dict):
-        self._net, self._call = net, (func, args, kwargs)
-        self._operator = operator = operator_of(func)
+        operator = operator_of(func)
+        self._net, self._operation = net, Operation(operator, args, kwargs)
         self.reads: list[tuple[Varying, list[Varying] | None]] = []  # for a list, also each entry's
-        self.written: list[Any] = []
-        self.changed: list[Any] = []  # those of them that really change
         self._inputs: dict[int, int | None] = {}  # with their versions, which autograd gives to views of them
-        written = dict(written_by(func, args, kwargs))
-        for name, value in written.items():
-            if name == "state_steps":  # counts of steps: fused optimizers compute each from itself only
-                continue
-            self.written.append(value)
-            if not _only_scales(name, kwargs):
-                self.changed.append(value)
+        # Not counts of steps: fused optimizers compute each from itself only.
+        written = {name: value for name, value in written_by(func, args, kwargs) if name != "state_steps"}
+        self.written = [*written.values()]
+        self.changed = [value for name, value in written.items() if not _only_scales(name, kwargs)]
         rows, moved = set(), False
         for index, argument in enumerate(operator.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            is_index = argument.name in ("index", "indices") or operator.name.startswith("split")
+            self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
+            if operator.overwrites and argument.name in written:
+                continue
             if isinstance(value, Tensor):
-                self._inputs[_key(value)] = version(value)
-                if not (operator.overwrites and argument.name in written):
-                    varying = net.of(value)
-                    self.reads.append((without_order(varying, value, net.samples) if is_index else varying, None))
-                    if varying.origins and (varying.row is not None or is_batch(value, net.samples)):
-                        rows.add(varying.row)
+                varying = self._of(argument, value)
+                self.reads.append((varying, None))
+                if varying.origins and (varying.row is not None or is_batch(value, net.samples)):
+                    rows.add(varying.row)
             elif isinstance(value, list | tuple):
-                self._inputs.update((_key(tensor), version(tensor)) for tensor in tensors_in(value))
-                if not (operator.overwrites and argument.name in written):
-                    each = [_of_each(net, item) for item in value]
-                    if is_index:
-                        each = [
-                            without_order(one, item, net.samples) if isinstance(item, Tensor) else one
-                            for one, item in zip(each, value, strict=True)
-                        ]
-                    whole = joined(each)
-                    if operator.name in ("cat", "stack") and not (*args, 0)[1]:
-                        whole, moved = put_together(operator.name, list(zip(value, each, strict=True)), net.samples)
-                    self.reads.append((whole, each))
+                each = [self._of(argument, item) for item in value]
+                whole = joined(each)
+                if operator.name in ("cat", "stack") and not (*args, 0)[1]:
+                    whole, moved = put_together(operator.name, list(zip(value, each, strict=True)), net.samples)
+                self.reads.append((whole, each))
         self._all = NOWHERE if operator.shapes_only else joined([whole for whole, _ in self.reads])
         if self._all.origins and (moved or len(rows - {-1}) > 1):
             self._all = self._all._replace(statistic=f"{operator.name} at {self._all.line}")
         if operator.seeded and _draws(func, args, kwargs):
             self._all = joined([self._all, _of_random_numbers(net)])
 
+    def _of(self, argument: Argument, item: Any) -> Varying:
+        """How an argument, or an entry of a list that it is, varies; an index without the order it puts samples in."""
+        net = self._net
+        if not isinstance(item, Tensor):
+            return joined(net.of(tensor) for tensor in tensors_in(item))
+        varying = net.of(item)
+        return without_order(varying, item, net.samples) if self._operation.operator.is_index(argument) else varying
+
     def _at(self, index: int, count: int) -> Varying:
         """How entry `index` of a list of `count` results varies."""
-        if not self._operator.by_index or self._all is NOWHERE:
+        if not self._operation.operator.by_index or self._all is NOWHERE:
             return self._all
         return joined(each[index] if each is not None and len(each) == count else whole for whole, each in self.reads)
 
     def _joins_samples(self, index: int, result: Tensor, varying: Varying) -> bool:
-        all_differ = all(self._is_of_batch(whole) for whole, _ in self.reads[adds(self._operator.name) :])
-        return joins_samples(
-            *self._call, self._net.samples, index, result, all_differ=all_differ, of_batch=self._is_of_batch(varying)
-        )
+        operation, of_batch = self._operation, self._is_of_batch
+        all_differ = all(of_batch(whole) for whole, _ in self.reads[operation.operator.adds :])
+        samples = self._net.samples
+        return joins_samples(operation, samples, index, result, all_differ=all_differ, of_batch=of_batch(varying))
 
     def _is_of_batch(self, varying: Varying) -> bool:
         """Whether something differs because the batch does, not only by random numbers."""
@@ -164,7 +159,8 @@ class _Join:
 
     def settle(self, result: Any) -> None:
         """Note how what the operation wrote, and what it returned, varies."""
-        net, name, overwrites = self._net, self._operator.name, self._operator.overwrites
+        net, operation = self._net, self._operation
+        name, overwrites = operation.name, operation.operator.overwrites
         for value in self.written:
             for index, count, tensor in _entries(value):
                 varying = self._at(index, count) if isinstance(value, list | tuple) else self._all
@@ -183,8 +179,8 @@ class _Join:
                 if self._joins_samples(index, tensor, varying):
                     varying = note_statistic(varying, name, index)
                 if self._is_of_batch(varying):
-                    varying = varying._replace(row=rows_of(*self._call, net.samples, index, tensor, varying.row))
-                if chooses(*self._call):
+                    varying = varying._replace(row=rows_of(operation, net.samples, index, tensor, varying.row))
+                if chooses(operation):
                     varying = varying._replace(chosen=f"{name} at {varying.line}")
                 elif varying.chosen and tensor.shape[:1] == (net.samples,):  # put back, or summed by sample
                     varying = varying._replace(chosen="")
@@ -194,18 +190,13 @@ class _Join:
             else:
                 net.made(tensor, varying)
             if net.samples > 1 and varying.origins and not index:
-                note_average(net, *self._call, varying.line, tensor)
+                note_average(net, operation, varying.line, tensor)
 
 
 def _entries(value: Any) -> Iterator[tuple[int, int, Tensor]]:
     """Each tensor in a value, with the index of its entry and how many entries there are, if that is a list."""
     items = value if isinstance(value, list | tuple) else [value]
     return ((index, len(items), tensor) for index, item in enumerate(items) for tensor in tensors_in(item))
-
-
-def _of_each(net: Net, item: Any) -> Varying:
-    """How an entry of a list among an operation's arguments varies."""
-    return net.of(item) if isinstance(item, Tensor) else joined(net.of(tensor) for tensor in tensors_in(item))
 
 
 def _only_scales(argument: str, kwargs: dict) -> bool:
@@ -219,10 +210,11 @@ def _key(tensor: Tensor) -> int:
 
 def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
-    return operator_of(func).seeded and not any(
+    operator = operator_of(func)
+    return operator.seeded and not any(
         (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
         or (name in ("train", "training") and not value)
-        for name, value in _arguments_of(func, args, kwargs)
+        for name, value in Operation(operator, args, kwargs).given().items()
     )
 
 
@@ -230,16 +222,10 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws from the generator that the region has seeded on each rank."""
     if not is_random(func, args, kwargs):
         return False
-    if any(name == "generator" and value is not None for name, value in _arguments_of(func, args, kwargs)):
+    if Operation(operator_of(func), args, kwargs).given().get("generator") is not None:
         return False  # the body's own, whose seed is not known
     region = current()
     return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
-
-
-def _arguments_of(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]:
-    """The names and values of an operation's arguments."""
-    for index, argument in enumerate(arguments(func)):
-        yield argument.name, args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
 
 
 def _of_random_numbers(net: Net) -> Varying:

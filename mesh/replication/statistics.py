@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.torch_private import arguments, has_tag, operation_name, version
+from ...kernels.torch_private import version
 from .net import Varying, joined
+from .operators import Operation
 
 _REDUCTIONS = {"mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "logsumexp"}
 _REDUCTIONS |= {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "mode", "topk", "kthvalue"}
@@ -24,7 +25,6 @@ _MOVING = {"flip", "roll", "_fft_r2c", "_fft_c2c", "_fft_c2r"}  # along several
 _PAIRS = {"mm", "bmm", "addmm", "baddbmm"}  # the rows of one with those, or the columns, of another
 _PAIRS |= {"_cdist_forward", "_euclidean_dist"}
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm"}
-_ADDED = {"addmm", "addmv", "baddbmm", "addr"}  # to something, which comes first
 _SCATTERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce"}  # rows, to where others may be
 _FACTORED = {"_linalg_svd", "linalg_qr", "linalg_lstsq", "linalg_lu", "linalg_pinv"}  # a matrix
 _UNIQUE = {"_unique2", "unique_dim", "unique_consecutive"}
@@ -40,7 +40,7 @@ _ORDER = "the order by "
 
 
 def joins_samples(
-    func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, *, all_differ: bool, of_batch: bool
+    operation: Operation, samples: int, index: int, result: Tensor, *, all_differ: bool, of_batch: bool
 ) -> bool:
     """Whether result `index` of an operation is computed from all `samples` samples, the rows of its input, together.
 
@@ -52,8 +52,8 @@ def joins_samples(
         all_differ: whether all inputs differ because the batch does, so that none is a weight, or random numbers.
         of_batch: whether any does.
     """
-    name = operation_name(func)
-    tensors = [value for value in args if isinstance(value, Tensor)][adds(name) :]
+    name, args = operation.name, operation.args
+    tensors = [value for value in args if isinstance(value, Tensor)][operation.operator.adds :]
     given = tensors[0] if tensors else None
     if given is None or any(x.is_nested for x in (*tensors, result)) or not max(x.dim() for x in tensors):
         return False
@@ -75,9 +75,9 @@ def joins_samples(
         return False
     if name == "sort" or name in _ALONG:
         counts = result.is_floating_point() if index == 0 else name == "sort"
-        return counts and dim in _dims(func, args, kwargs, given)
+        return counts and dim in _dims(operation, given)
     if name in _MOVING:
-        return dim in _dims(func, args, kwargs, given)
+        return dim in _dims(operation, given)
     if name in _FACTORED:
         return given.dim() == 2
     if name in _UNIQUE:
@@ -88,11 +88,6 @@ def joins_samples(
 def is_batch(x: Tensor, samples: int) -> bool:
     """Whether a tensor has a row for each sample."""
     return not x.is_nested and x.shape[:1] == (samples,)
-
-
-def adds(name: str) -> bool:
-    """Whether an operation adds a product to its first input."""
-    return name in _ADDED
 
 
 def _dim_of_samples(x: Tensor, samples: int) -> int | None:
@@ -109,10 +104,9 @@ def _dim_of_samples(x: Tensor, samples: int) -> int | None:
     return outermost if outermost in found else None
 
 
-def _dims(func: Any, args: tuple, kwargs: dict, given: Tensor) -> list[int]:
-    """Along which dimensions an operation works."""
-    at = next(at for at, argument in enumerate(arguments(func)) if argument.name in ("dim", "dims"))
-    dims = args[at] if at < len(args) else kwargs.get("dim", kwargs.get("dims", arguments(func)[at].default_value))
+def _dims(operation: Operation, given: Tensor) -> list[int]:
+    """Along which dimensions of its input an operation works."""
+    dims = next(value for name, value in operation.given().items() if name in ("dim", "dims"))
     dims = dims if isinstance(dims, list | tuple) else [dims]
     return [dim % given.dim() for dim in dims or range(given.dim())]
 
@@ -148,17 +142,15 @@ def without_order(varying: Varying, index: Tensor, samples: int) -> Varying:
     return varying
 
 
-def chooses(func: Any, args: tuple, kwargs: dict) -> bool:
+def chooses(operation: Operation) -> bool:
     """Whether the values of its inputs say how many rows an operation's result has: `x[x > 0]`, `nonzero`, `unique`."""
-    if not has_tag(func, torch.Tag.dynamic_output_shape):
-        return False
-    if operation_name(func) != "index":
-        return True
-    first = args[1][0]  # the index of the samples' dimension, which may be of booleans or of numbers
+    if not operation.operator.sized_by_values or operation.name != "index":
+        return operation.operator.sized_by_values
+    first = operation.args[1][0]  # the index of the samples' dimension, which may be of booleans or of numbers
     return isinstance(first, Tensor) and first.dtype in _MASKS
 
 
-def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, result: Tensor, row: _Rows) -> _Rows:
+def rows_of(operation: Operation, samples: int, index: int, result: Tensor, row: _Rows) -> _Rows:
     """Which of the samples, the rows of its input, result `index` of an operation is: `x[2]`, `for row in x`, `x[:-1]`.
 
     It is -1 for one or some if the second dimension is as long: then that may be the one of the samples, as where the
@@ -167,7 +159,7 @@ def rows_of(func: Any, args: tuple, kwargs: dict, samples: int, index: int, resu
     Args:
         row: which of them its input is; None if all.
     """
-    name = operation_name(func)
+    name, args = operation.name, operation.args
     if name not in _SELECTING or isinstance(row, int):
         return row
     if args[0].is_nested:
@@ -214,12 +206,13 @@ def put_together(name: str, entries: list[tuple[Tensor, Varying]], samples: int)
     return whole, moved and at == samples
 
 
-def note_average(net: Any, func: Any, args: tuple, kwargs: dict, line: str, result: Any) -> None:
+def note_average(net: Any, operation: Operation, line: str, result: Any) -> None:
     """Note on an operation's result that it is a mean over this rank's samples, plus or divided by anything.
 
     What is multiplied may be a sum, by the number of samples, and isn't noted.
     """
-    given, name = args[0] if args else None, operation_name(func)
+    name, args = operation.name, operation.args
+    given = args[0] if args else None
     if not isinstance(given, Tensor) or given.is_nested or not isinstance(result, Tensor) or result.is_nested:
         return
     if name in _KEEP_MEANS:
@@ -228,9 +221,7 @@ def note_average(net: Any, func: Any, args: tuple, kwargs: dict, line: str, resu
     else:
         if name != "mean" and name not in _LOSSES:
             return
-        options = {argument.name: at for at, argument in enumerate(arguments(func))}
-        at = options.get("reduction", len(args))
-        reduction = args[at] if at < len(args) else kwargs.get("reduction", 1)
+        reduction = operation.given().get("reduction")
         whole = given.dim() and (not result.dim() or result.shape[0] != net.samples)
         over = whole and (
             (name == "mean" and given.shape[0] == net.samples)

@@ -17,7 +17,7 @@ import torch
 from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..array import Meta
-from ..driver.pending import Again, Task
+from ..driver.pending import Again, Pure, Task
 from ..driver.sending import put_message
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
@@ -73,7 +73,7 @@ class Moved:
 def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tuple[P, ...]) -> Task:
     make, content = put_message(driver, values, wholes, specs)
     packet = content()
-    again = Again("put", make, packet, None, (), ())
+    again = Again(Pure("put"), make, packet)
     # Whoever waits for it gets its error.
     task = Task(next(driver.numbers), tuple(range(driver.layout.size)), again=again, reported=True)
     driver.pending.tasks[task.number] = task

@@ -24,6 +24,7 @@ from ...kernels.limits import named_limits
 from .. import protocol
 from ..driver import open_sessions
 from ..driver.mesh_view import MeshView
+from ..driver.pending import WAITED_FOR, Pure
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
@@ -260,13 +261,11 @@ class Resizing:
                 _check_remote(driver)
                 switch.enter_context(named_limits())  # not before: errors of the program's calls are raised until here
                 moved: Moved | MovedBetweenHosts
-                if self._host_list is None:
-                    moved = Moved(driver, arena, self._layout)
-                else:
-                    moved = MovedBetweenHosts(driver, self._newcomers)
+                here = self._host_list is None
+                moved = Moved(driver, arena, self._layout) if here else MovedBetweenHosts(driver, self._newcomers)
                 with uninterrupted():
                     switch.enter_context(_switching(driver))
-                    if self._host_list is None:
+                    if here:
                         old.yield_processor()
                     driver.tell(protocol.Exit())  # all values have copies, or lie in memory that outlives them
                     driver.hand_over(ranks, self._layout)
@@ -321,7 +320,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
     end = time.monotonic() + driver.timeout
     while True:
         driver.ready()
-        task = driver.submit(protocol.PassThrough, name="a pause", reported=True)
+        task = driver.submit(protocol.PassThrough, pure=Pure("a pause"), handling=WAITED_FOR)
         driver.debugging.wait(task, max(0.0, end - time.monotonic()))
         if not task.settled.is_set():
             busy = sorted(driver.pending.busy())

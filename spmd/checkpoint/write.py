@@ -25,7 +25,7 @@ from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
 from ..mesh import protocol, strides
 from ..mesh.array import Array
-from ..mesh.driver.pending import Task, aside
+from ..mesh.driver.pending import WAITED_FOR, Pure, Task, aside
 from ..mesh.mesh import Mesh
 from ..mesh.region import require
 from . import folder as folders
@@ -85,19 +85,19 @@ class Writing:
                 return
             except BaseException as error:
                 if self._first:
-                    try:
-                        if not isinstance(error, Exception) and self._mesh.is_driver:
-                            self._wait_for_writers()
-                    finally:
-                        folders.abandon(self._folder)
+                    self._abandon(error)
                 if not (left and self._survives and isinstance(error, PeerLost)):
                     raise
 
-    def _wait_for_writers(self) -> None:
-        """After Ctrl-C, wait for ranks that were told to write: without a folder they would fail the next call."""
-        driver = self._mesh.driver  # type: ignore[union-attr]
-        with contextlib.suppress(Exception), aside():
-            driver.wait(driver.submit(protocol.PassThrough, name="a checkpoint", reported=True))
+    def _abandon(self, error: BaseException) -> None:
+        """Remove the folder; after Ctrl-C when the ranks have written, which else would fail the next call."""
+        driver = self._mesh.driver if self._mesh is not None and self._mesh.is_driver else None
+        try:
+            if driver is not None and not isinstance(error, Exception):
+                with contextlib.suppress(Exception), aside():
+                    driver.wait(driver.submit(protocol.PassThrough, pure=Pure("a checkpoint"), handling=WAITED_FOR))
+        finally:
+            folders.abandon(self._folder)
 
     @property
     def _survives(self) -> bool:
@@ -200,7 +200,7 @@ class Writing:
             return asked
         with aside():
             # The checkpoint's future reports the errors.
-            return driver.submit(protocol.PassThrough, ranks=[rank], name="a checkpoint", reported=True)
+            return driver.submit(protocol.PassThrough, ranks=[rank], pure=Pure("a checkpoint"), handling=WAITED_FOR)
 
     def _write_for(self, rank: int) -> None:
         """Write here what a lost rank should have written, from its shards."""

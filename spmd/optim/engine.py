@@ -22,7 +22,7 @@ from ..kernels.errors import SpecError, SpmdError
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
 from .hyper import is_numeric, lent, mentions, refuse_unknown, sees_classes, written
-from .leaves import REFUSED, Leaf, State, refuse_leaf, refuse_step
+from .leaves import Leaf, State, is_elementwise, is_torchs, refuse_leaf, refuse_step
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
 # from arbitrary momentum).
@@ -37,12 +37,12 @@ class Engine:
         self.options = options
         self._light = _light(cls)
         # For torch's own classes, `step` without the wrappers for hooks and the profiler that each instance adds anew.
-        self._bare_step = inspect.unwrap(cls.step) if cls.__module__.startswith("torch.optim") else None
+        self._bare_step = inspect.unwrap(cls.step) if is_torchs(cls) else None
         # Whether any part of a parameter can be stepped alone.
-        self._elementwise = cls.__module__.startswith("torch.optim") and cls.__name__ not in REFUSED
+        self._elementwise = is_elementwise(cls)
         self._idle: dict[bool, list[tuple[torch.optim.Optimizer, dict[str, Any]]]] = {True: [], False: []}
         chosen = options.get("fused") is not None or options.get("foreach") is not None
-        known = cls.__module__.startswith("torch.optim") and "fused" in inspect.signature(cls.__init__).parameters
+        known = is_torchs(cls) and "fused" in inspect.signature(cls.__init__).parameters
         self._may_fuse = known and not chosen
         self._fuses: dict[str, bool] = {}  # by kind of device
         self._numeric: frozenset[str] | None = None  # the names of the numbers among the options
@@ -51,7 +51,7 @@ class Engine:
         self._written: set[str] = set()  # names that steps have written in the group, besides the numbers
         # Classes from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
         writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
-        self._keeps = cls.__module__.startswith("torch.optim") and not (writes and options.get("foreach"))
+        self._keeps = is_torchs(cls) and not (writes and options.get("foreach"))
         self._keeps_on_gpu = self._keeps and not writes
 
     def __reduce__(self):
@@ -326,7 +326,7 @@ def _light(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     that they do, switching gradients off and calling hooks, the engine does itself or does not need. What a program has
     derived from such a class finds the methods without wrappers behind its own.
     """
-    base = next(one for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
+    base = next(filter(is_torchs, cls.__mro__))
     plain = {name: inspect.unwrap(getattr(base, name)) for name in ("add_param_group", "step")}
     light = type(base.__name__, (base,), {**plain, "__module__": base.__module__})
     if base is cls:

@@ -27,6 +27,27 @@ REFUSED = {
 }
 
 
+def is_torchs(cls: type) -> bool:
+    """Whether a class is one of torch's own optimizers."""
+    return cls.__module__.startswith("torch.optim")
+
+
+def refusal(cls: type) -> str | None:
+    """Why a class, or that of torch's which it is made from, can't step parts of a parameter, if that is known."""
+    return next((REFUSED[base.__name__] for base in cls.__mro__ if is_torchs(base) and base.__name__ in REFUSED), None)
+
+
+def mixing(cls: type) -> str | None:
+    """How a class of torch's is known to mix elements of one parameter; None for all others."""
+    reason = refusal(cls)
+    return None if reason == REFUSED["SparseAdam"] else reason
+
+
+def is_elementwise(cls: type) -> bool:
+    """Whether a class is known to treat every element alike: those of torch that are not in `REFUSED`."""
+    return is_torchs(cls) and refusal(cls) is None
+
+
 class Leaf(NamedTuple):
     """A parameter to be optimised; its path names its state, and `group` the options it is stepped with.
 
@@ -112,8 +133,8 @@ def refuse_step(cls: type, error: Exception, stepped: Iterable[Any]) -> None:
     Args:
         stepped: what it was lent for each parameter, `blocks.Lent`.
     """
-    name, is_torchs = cls.__name__, cls.__module__.startswith("torch.optim")
-    is_key = is_torchs and isinstance(error, KeyError)
+    name = cls.__name__
+    is_key = is_torchs(cls) and isinstance(error, KeyError)
     if is_key and all(one.state and error.args[0] not in one.state for one in stepped):
         raise SpecError(
             f"{name} finds no {error.args[0]!r} in opt_state, which another optimizer has made",

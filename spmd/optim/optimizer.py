@@ -28,7 +28,7 @@ from . import groups as grouping
 from .engine import Engine
 from .given import Kinds, is_trainable, settle
 from .groups import Groups
-from .leaves import FROM_TORCH, Leaf, refuse_cut
+from .leaves import FROM_TORCH, Leaf, is_elementwise, mixing, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
 
@@ -120,7 +120,7 @@ def optimizer(
     """
     _check_class(cls)
     if shard == "auto":
-        shard = "auto" if parts.is_elementwise(cls) else None
+        shard = "auto" if is_elementwise(cls) else None
     elif shard is not None:
         parts.check(cls, shard, hyper)
     chosen = [] if groups is None else grouping.check(groups)
@@ -142,7 +142,7 @@ def optimizer(
         tuple(map(tuple, owned)),
         scheduled,
         clip,
-        parts.mixing(cls),
+        mixing(cls),
     )
     return Optimizer(functools.partial(_init, recipe), functools.partial(_step, recipe))
 

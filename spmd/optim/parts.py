@@ -25,7 +25,7 @@ from ..mesh.region import current
 from ..mesh.spec import Sharded
 from .engine import Engine
 from .flat import divided, joined
-from .leaves import REFUSED, Leaf, State, declared_as, layout_of, localized, refuse_torchs
+from .leaves import Leaf, State, declared_as, is_elementwise, layout_of, localized, refusal, refuse_torchs
 from .slices import ALONE, Axis, Ranks, Slice, fetched
 
 # Elements. With "auto", leaves of one kind are sliced only if they have more than this together. For fewer, an exchange
@@ -37,7 +37,7 @@ _ONE_FOR_A_LEAF = {"step", "eta", "mu", "mu_product"}
 
 def check(cls: type[torch.optim.Optimizer], shard: Any, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
-    reason = _refusal(cls)
+    reason = refusal(cls)
     if not is_elementwise(cls) and reason is None and _steps_differ_for_parts(cls, options):
         reason = "steps a matrix otherwise than its two halves, flattened"
     if reason:
@@ -48,11 +48,6 @@ def check(cls: type[torch.optim.Optimizer], shard: Any, options: Mapping[str, An
         )
     if not isinstance(shard, str) and not (isinstance(shard, tuple) and all(isinstance(name, str) for name in shard)):
         raise SpecError("optimizer got an unexpected argument 'shard'", got=repr(shard), expected="a mesh axis")
-
-
-def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class is known to treat every element alike: those of torch that are not in `REFUSED`."""
-    return cls.__module__.startswith("torch.optim") and _refusal(cls) is None
 
 
 def _steps_differ_for_parts(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
@@ -76,17 +71,6 @@ def _steps_differ_for_parts(cls: type[torch.optim.Optimizer], options: Mapping[s
     except Exception:  # the step itself refuses it
         return False
     return torch.equal(whole, again) and not torch.allclose(whole, parts, rtol=1e-7, atol=1e-9)
-
-
-def mixing(cls: type[torch.optim.Optimizer]) -> str | None:
-    """How a class of torch's is known to mix elements of one parameter; None for all others."""
-    reason = _refusal(cls)
-    return None if reason == REFUSED["SparseAdam"] else reason
-
-
-def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
-    bases = (base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim"))
-    return next((REFUSED[name] for name in bases if name in REFUSED), None)
 
 
 def kind_of(leaf: Leaf) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -34,6 +35,28 @@ def test_every_package_has_its_row() -> None:
         for path in (ROOT / top).rglob("__init__.py")
     }
     assert sorted(folder for folder in folders if f"| `{folder}` |" not in text and "bench" not in folder) == []
+
+
+def messages_of(path: Path) -> dict[str, list[str]]:
+    """The messages that a file declares, each with its own fields; what all tasks have is said above their table."""
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]  # type: ignore[union-attr]
+        for node in classes
+        if {ast.unparse(base) for base in node.bases} & {"Message", "Task"} and node.name != "Task"
+    }
+
+
+def test_every_message_has_its_row() -> None:
+    """In the table of its file's section, with its fields in their order; and every row is of a message."""
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    sections = dict(re.findall(r"^## [^\n]*: `(mesh/\S+)`\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    declaring = [path for path in (ROOT / "mesh").rglob("*.py") if messages_of(path)]
+    assert sorted(sections) == sorted(str(path.relative_to(ROOT)) for path in declaring)
+    for path in declaring:
+        rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|.*\S \|$", sections[str(path.relative_to(ROOT))], re.MULTILINE)
+        assert {name: re.findall(r"`(\w+)`", fields) for name, fields in rows} == messages_of(path)
+        assert len(rows) == len(messages_of(path)), "a message has two rows"
 
 
 @pytest.mark.parametrize("page", PAGES)

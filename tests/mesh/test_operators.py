@@ -295,7 +295,7 @@ def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
     with pytest.raises(SpecError, match=r"setitem would change an Array, .*: write x = torch.where\(here, y, x\)"):
         x[0] = 2.0
     for name in ("weight", "data_ptr", "untyped_storage"):  # the memory of the whole value, if any, is gone at once
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; \.full\(\) is the whole value"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': \.full\(\) is the whole value"):
             getattr(x, name)
     with pytest.raises(RuntimeError, match="must match"):
         (x + torch.ones(4)).full()
@@ -384,7 +384,7 @@ def test_what_torch_itself_says_of_gradients_of_arrays(shared_mesh: Any) -> None
             transform(lambda x: (x * x).sum())(x)
     with pytest.raises(TypeError, match="either Tensors or None, but got Array"):
         (torch.ones(4, requires_grad=True) * 2).backward(x)
-    with pytest.raises(AttributeError, match=f"no attribute 'grad'; {_THE_WAY}"):
+    with pytest.raises(AttributeError, match=f"no attribute 'grad': {_THE_WAY}"):
         _ = x.grad
 
 

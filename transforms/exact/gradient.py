@@ -146,7 +146,8 @@ class _Solution:
             if index == 0 or hooked:
                 parts = tuple(parts[index] for parts in self.inputs.parts.values())
                 aux = Auxiliary.of(out.aux, call.over)
-                look(call, args, kwargs, out, aux, parts, communicates=bool(collectives.end), hooked=hooked)
+                of_shard = dataclasses.replace(call, args=args, kwargs=kwargs)
+                look(of_shard, out, aux, parts, communicates=bool(collectives.end), hooked=hooked)
             ends = Evaluated(call, out.value, weight, NO_AUX, collectives).ends()
             if ends and primals:
                 with tokens():

@@ -8,8 +8,6 @@ over the ranks does not count as a statistic of one of them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from .._call import Call, Output
 from .repeated import given_to
 
 
-def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: str) -> bool:
+def warn_of_statistics(call: Call, out: Output, axis: str) -> bool:
     """Warn if a function is given, or holds, a statistic of this rank's samples; returns whether it warned.
 
     Args:
@@ -29,7 +27,7 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
     net = active()
     if net is None or call.region is None or call.region.session.rank != 0:
         return False
-    for leaf in given_to(call.function, args, kwargs):
+    for leaf in given_to(call):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.dtype is torch.bool):
             continue
         statistic = net.of(leaf).statistic
@@ -47,7 +45,7 @@ def warn_of_statistics(call: Call, args: Any, kwargs: Any, out: Output, axis: st
     return False
 
 
-def warn_of_chosen(call: Call, args: Any, kwargs: Any, out: Output) -> bool:
+def warn_of_chosen(call: Call, out: Output) -> bool:
     """Warn of a mean over samples that the step chose by their values; returns whether it warned.
 
     Ranks have other numbers of these, and are weighted by how many samples they had before.
@@ -56,7 +54,7 @@ def warn_of_chosen(call: Call, args: Any, kwargs: Any, out: Output) -> bool:
     if net is None or call.region is None or call.region.session.rank != 0 or out.count is not None:
         return False
     chosen = net.of(out.value).chosen
-    for leaf in given_to(call.function, args, kwargs) if chosen else ():
+    for leaf in given_to(call) if chosen else ():
         if isinstance(leaf, Tensor) and net.of(leaf).chosen == chosen:
             warn(
                 f"{call.name} is not a mean over samples of the whole batch: it is one over those that the step "
@@ -69,12 +67,12 @@ def warn_of_chosen(call: Call, args: Any, kwargs: Any, out: Output) -> bool:
     return False
 
 
-def warn_of_single_samples(call: Call, args: Any, kwargs: Any) -> None:
+def warn_of_single_samples(call: Call) -> None:
     """Warn of an inner gradient for a single row of the batch, which is another sample on each rank."""
     if call.region is None or call.region.session.rank != 0:
         return
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch if leaf.shape[0] > 1}
-    for leaf in given_to(call.function, args, kwargs):
+    for leaf in given_to(call):
         storage = torch_private.storage(leaf) if isinstance(leaf, Tensor) else None
         if not storage or (storage, leaf.shape) not in rows:
             continue

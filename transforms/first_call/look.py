@@ -35,17 +35,7 @@ _SIGNATURES = 8  # how many signatures of a function are judged; every batch may
 _judged: collections.Counter[Any] = collections.Counter()
 
 
-def look(
-    call: Call,
-    args: Any,
-    kwargs: Any,
-    out: Output,
-    aux: Auxiliary,
-    batch: Sequence[Any],
-    *,
-    communicates: bool,
-    hooked: bool,
-) -> None:
+def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, communicates: bool, hooked: bool) -> None:
     """Check what a function returned, unless a function with the same code was checked at this signature.
 
     The dimensions of aux count as part of the signature, and whether it is as long as the samples are many: it may have
@@ -53,8 +43,7 @@ def look(
     are looked for until some are found. A value that is not finite can't be judged, and the next ones are.
 
     Args:
-        args, kwargs: what it was called with.
-        batch: those of their leaves that have a row for each sample.
+        batch: those of its arguments' leaves that have a row for each sample.
         hooked: whether the function registered hooks.
 
     Raises:
@@ -75,7 +64,7 @@ def look(
         lookup = (call.region.looks, *key, shapes)
         if lookup in call.region.looked_at and not hooked:
             return
-        batch, split = _cut_by_specs(call, args, kwargs, sizes)
+        batch, split = _cut_by_specs(call, sizes)
     rows = batch[0].shape[0] if batch and (split or not call.nested) else 0
     dims = tuple(None if shape is None else len(shape) for shape in shapes)
     key = (*key, dims, rows > 0 and may_have_rows(aux, rows, split), *sorted(split))
@@ -85,25 +74,31 @@ def look(
     if key in looked_at:
         call.region.note_checked(lookup)
         return
-    was_warned = is_judged = False
-    if not call.nested:
-        was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
-        if split and call.plan.samples:
-            if out.count is None and call.plan.virtual is None:
-                _check_parts(call, args, kwargs, split)
-            was_warned = warn_of_statistics(call, args, kwargs, out, min(split)) or was_warned
-            was_warned = was_warned or warn_of_chosen(call, args, kwargs, out)
-    elif split and call.plan.samples:
-        warn_of_single_samples(call, args, kwargs)
+    was_warned, is_judged = _look_at_given(call, out, split, rows), False
     if split and rows and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
-        if look_at_samples(call, args, kwargs, out, aux, batch, split, is_judged=is_judged):
+        if look_at_samples(call, out, aux, batch, split, is_judged=is_judged):
             _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
     if is_judged and not bool(out.value.isfinite().all()):
         return
     if len(looked_at) >= _MOST:
         looked_at.clear()
     looked_at.add(key)
+
+
+def _look_at_given(call: Call, out: Output, split: set[str], rows: int) -> bool:
+    """Check the function's graph, and what it is given; returns whether it warned that this is no mean over samples."""
+    if call.nested:
+        if split and call.plan.samples:
+            warn_of_single_samples(call)
+        return False
+    was_warned = _look_at_tape(call, out, bool(split) or call.plan.virtual is not None, rows)
+    if split and call.plan.samples:
+        if out.count is None and call.plan.virtual is None:
+            _check_parts(call, split)
+        was_warned = warn_of_statistics(call, out, min(split)) or was_warned
+        was_warned = was_warned or warn_of_chosen(call, out)
+    return was_warned
 
 
 def _is_split(call: Call, axis: str, size: int) -> bool:
@@ -238,14 +233,14 @@ def check_trains(call: Call, differentiable: bool, gradients: Sequence[Tensor]) 
         )
 
 
-def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
+def _check_parts(call: Call, split: set[str]) -> None:
     """Refuse gradient accumulation over chunks of the batch if ranks or chunks have unequal numbers of samples."""
     assert call.region is not None
     sizes = call.region.session.layout.axes
     rows = {(torch_private.storage(leaf), leaf.shape[1:]) for leaf in call.plan.batch}
     parts = [
         leaf
-        for leaf in given_to(call.function, args, kwargs)
+        for leaf in given_to(call)
         if isinstance(leaf, Tensor) and leaf.dim() and (torch_private.storage(leaf), leaf.shape[1:]) in rows
     ]
     for name in split:
@@ -262,14 +257,14 @@ def _check_parts(call: Call, args: Any, kwargs: Any, split: set[str]) -> None:
                 )
 
 
-def _cut_by_specs(call: Call, args: Any, kwargs: Any, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
+def _cut_by_specs(call: Call, sizes: Mapping[str, int]) -> tuple[list[Tensor], set[str]]:
     """The leaves, given to or held by a function, that in_specs cut into rows over axes of the mean; and these axes.
 
     Only leaves as long as the first one are taken: others may be anything, such as a sharded parameter.
     """
     found: list[Tensor] = []
     axes: set[str] = set()
-    for leaf in given_to(call.function, args, kwargs):
+    for leaf in given_to(call):
         names = getattr(leaf, "_spmd_spec", REPLICATED).dim_axes(0)
         over = {name for name in names if name in call.over and sizes[name] > 1}
         if over and isinstance(leaf, Tensor) and (not found or leaf.shape[0] == found[0].shape[0]):

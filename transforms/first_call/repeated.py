@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.torch_private import DispatchMode, arguments, eagerly, operation_name
+from ...kernels.torch_private import DispatchMode, eagerly, operation_name
 from ...mesh import trees
 from ...mesh.rank.references import content_of
 from ...mesh.region import generators, restore_generators
 from ...mesh.replication.following import is_random
 from ...mesh.replication.net import active, mark, marked, unfollowed
+from ...mesh.replication.operators import Operation, operator_of
 from .._call import Call, Output
 
 
@@ -37,9 +38,8 @@ class Repeated:
 
     Args:
         call: the call that differentiates the function.
-        args, kwargs: what it was called with.
-        rows: tensors among these, or leaves to differentiate by, with a row for each sample. Other tensors of the same
-            length count as rows, too, if a net knows that they were computed from the batch.
+        rows: tensors among its arguments, or leaves to differentiate by, with a row for each sample. Other tensors of
+            the same length count as rows, too, if a net knows that they were computed from the batch.
         split: the axes that the batch is cut over.
 
     Attributes:
@@ -48,8 +48,8 @@ class Repeated:
         knows_count: whether it is given the number of samples as a plain integer, which does not change with them.
     """
 
-    def __init__(self, call: Call, args: Any, kwargs: Any, rows: Sequence[Tensor], split: Set[str]):
-        self._call, self._args, self._kwargs, self._rows, self._split = call, tuple(args), kwargs, rows, split
+    def __init__(self, call: Call, rows: Sequence[Tensor], split: Set[str]):
+        self._call, self._rows, self._split = call, rows, split
         self.count = rows[0].shape[0]
         self._state: tuple[Any, ...] = generators(), _numpy_state(), random.getstate()
         self.seen, self.knows_count, self._with_grad = Seen(), False, False
@@ -107,7 +107,7 @@ class Repeated:
         mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, drawn_for, self.count)
         try:
             with self._unseen(), unfollowed():
-                args, kwargs = trees.map(replace, (self._args, self._kwargs))
+                args, kwargs = trees.map(replace, (tuple(self._call.args), self._call.kwargs))
                 function = holding(self._call.function, replace)
                 if not used:
                     return None
@@ -226,11 +226,8 @@ def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is a batch norm in training."""
     if "batch_norm" not in operation_name(func):
         return False
-    names = [argument.name for argument in arguments(func)]
-    if "training" not in names:
-        return "no_training" not in operation_name(func)
-    index = names.index("training")
-    return bool(args[index] if index < len(args) else kwargs.get("training"))
+    given = Operation(operator_of(func), args, kwargs).given()
+    return bool(given.get("training", "no_training" not in operation_name(func)))
 
 
 class _Replays(_Draws):
@@ -277,16 +274,16 @@ class _Replays(_Draws):
         return drawn
 
 
-def given_to(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The leaves of everything that a function is given or holds."""
+def given_to(call: Call) -> list[Any]:
+    """The leaves of everything that a call's function is given or holds."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
         found.append(leaf)
         return leaf
 
-    trees.map(note, (tuple(args), kwargs))
-    holding(function, note)
+    trees.map(note, (tuple(call.args), call.kwargs))
+    holding(call.function, note)
     return found
 
 

@@ -7,7 +7,6 @@ does not change when every sample comes twice, such as a mean, passes. `parts` e
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +27,7 @@ from .slopes import look_at_slopes
 
 
 def look_at_samples(
-    call: Call,
-    args: Any,
-    kwargs: Any,
-    out: Output,
-    aux: Auxiliary,
-    batch: Sequence[Tensor],
-    split: set[str],
-    *,
-    is_judged: bool,
+    call: Call, out: Output, aux: Auxiliary, batch: Sequence[Tensor], split: set[str], *, is_judged: bool
 ) -> bool:
     """The checks of `look` that depend on the samples; returns whether it warned that this is not a mean over them.
 
@@ -47,7 +38,7 @@ def look_at_samples(
     with_rows = [] if call.plan.virtual is not None else [a for a in call.arguments if _has_rows(a, rows)]
     own = [argument.leaf for argument in with_rows if not split & set(argument.reduce)]
     alike = [a.leaf for a in with_rows if split & set(a.reduce) and differs_over(a.leaf) is None]
-    again = Repeated(call, args, kwargs, [*batch, *own], split)
+    again = Repeated(call, [*batch, *own], split)
     may_be_sum = bool(call.plan.samples) and out.count is None and _may_be_sum(out.value.grad_fn, rows)
     has_rows = not call.nested and may_have_rows(aux, rows, split)
     counts = [] if call.nested else _may_be_counts(aux, split)
