@@ -1,10 +1,10 @@
 """Ranks that are stuck: stopped, or waiting for what never comes. They are killed, and then count as dead.
 
 A death is noticed at once, and being slow is no fault. A rank is stuck if somebody waits for it and for `grace` seconds
-it begins no task or region and uses no processor time (nor do its readers, or what it has started). Ranks that wait for
-others in a collective poll many times a second, so they are not stuck. Nor is a rank that may be waiting, at a lock
-file say, for a program that another rank has started, as compilers do. Invariant: a rank that a debugger traces, or
-that is at a debugger's prompt, is left alone, and so are its peers.
+it begins no task or region, uses no processor time and does not wait for a processor (nor do its readers, or what it
+has started). Ranks that wait for others in a collective poll many times a second, so they are not stuck. Nor is a rank
+that may be waiting, at a lock file say, for a program that another rank has started, as compilers do. Invariant: a rank
+that a debugger traces, or that is at a debugger's prompt, is left alone, and so are its peers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ...kernels.processes import status_of
 from ..display.stacks import stacks_of
@@ -33,6 +34,7 @@ class _Mark:
     Attributes:
         cpu_nanoseconds: processor time, of it, its readers and the processes it has started.
         helpers: processor time of the readers of all ranks, and of the processes that they have started.
+        runs: whether it or any of all these runs, or would if it had a processor.
     """
 
     at: float
@@ -40,13 +42,14 @@ class _Mark:
     where: tuple[int, ...]
     cpu_nanoseconds: int
     helpers: int
+    runs: bool
 
     def moved(self, later: _Mark, least: float, *, alone: bool) -> bool:
         """Whether this rank, or (unless `alone`) a process that any rank has started, has done something since.
 
         Times may shrink, since those of processes that have ended no longer count.
         """
-        helped = not alone and abs(later.helpers - self.helpers) > least
+        helped = not alone and (later.runs or abs(later.helpers - self.helpers) > least)
         return helped or abs(later.cpu_nanoseconds - self.cpu_nanoseconds) > least
 
 
@@ -87,7 +90,7 @@ class Stuck:
         if not awaited:
             return
         times = _times([one.pid for one in ranks.all])
-        helpers = sum(started for _, started in times)
+        helpers, helped = sum(use.started for use in times), any(use.started_run for use in times)
         for rank, (number, waited_for) in awaited.items():
             pid = ranks.all[rank].pid
             status = status_of(pid)
@@ -95,7 +98,9 @@ class Stuck:
                 continue
             state, traced = status["State"], status["TracerPid"] != "0"
             stopped = state.startswith("T")
-            now_at = _Mark(now, pid, (number, *board.region(rank)), sum(times[rank]), helpers)
+            use = times[rank]
+            runs = use.runs or helped
+            now_at = _Mark(now, pid, (number, *board.region(rank)), use.own + use.started, helpers, runs)
             mark = self._marks.setdefault(rank, now_at)
             in_kernel = state.startswith(("D", "t"))
             excused = in_kernel or traced or not (stopped or waited_for)
@@ -142,20 +147,30 @@ class Stuck:
         self._session.ranks.all[rank].signal(signal.SIGKILL)
 
 
-def _times(pids: Sequence[int]) -> list[tuple[int, int]]:
-    """For each rank, its processor time and that of its readers and the processes it has started that still run.
+class _Use(NamedTuple):
+    """Nanoseconds of a process, and of those it has started that still run; whether either has work to do now."""
 
-    Readers are forked where their rank was, and belong to its process group.
-    """
+    own: int = 0
+    started: int = 0
+    runs: bool = False
+    started_run: bool = False
+
+    def starting(self, others: Iterable[_Use]) -> _Use:
+        """This one's with that of others that it has started."""
+        started, started_run = self.started, self.started_run
+        for other in others:
+            started += other.own + other.started
+            started_run |= other.runs or other.started_run
+        return self._replace(started=started, started_run=started_run)
+
+
+def _times(pids: Sequence[int]) -> list[_Use]:
+    """That of each rank. Readers count as started by it; they are forked where it was, and are of its process group."""
     readers: dict[int, list[int]] = {pid: [] for pid in pids}
     for parent in {_parent_and_group(pid)[0] for pid in pids} - {0}:
         for child in _children(parent, parent):
             readers.get(_parent_and_group(child)[1], []).append(child)
-    found = []
-    for pid in pids:
-        own, started = _nanoseconds(pid)
-        found.append((own, started + sum(sum(_nanoseconds(one)) for one in readers[pid] if one != pid)))
-    return found
+    return [_use(pid).starting(_use(one) for one in readers[pid] if one != pid) for pid in pids]
 
 
 def _parent_and_group(pid: int) -> tuple[int, int]:
@@ -171,12 +186,13 @@ def _children(pid: int, task: int) -> list[int]:
     return []
 
 
-def _nanoseconds(pid: int) -> tuple[int, int]:
-    """Processor time of a process, and that of the processes it has started that still run."""
-    own = started = 0
+def _use(pid: int) -> _Use:
+    found = _Use()
     with contextlib.suppress(OSError):
         for task in map(int, os.listdir(f"/proc/{pid}/task")):
             with contextlib.suppress(OSError):
-                own += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[0])
-                started += sum(sum(_nanoseconds(child)) for child in _children(pid, task))
-    return own, started
+                here = Path(f"/proc/{pid}/task/{task}")
+                own = found.own + int((here / "schedstat").read_text().split()[0])
+                runs = found.runs or (here / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+                found = found._replace(own=own, runs=runs).starting(map(_use, _children(pid, task)))
+    return found

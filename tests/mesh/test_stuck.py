@@ -180,6 +180,45 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     assert mesh.driver.pids == pids
 
 
+@contextlib.contextmanager
+def hardly_any_processor() -> Iterator[Path]:
+    """The file of a control group whose processes may run for a millisecond a second, to write their numbers to."""
+    version = 1 if Path("/sys/fs/cgroup/cpu").is_dir() else 2
+    folder = Path("/sys/fs/cgroup", "cpu" if version == 1 else "", f"spmd-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        if version == 1:
+            (folder / "cpu.cfs_period_us").write_text("1000000")
+            (folder / "cpu.cfs_quota_us").write_text("1000")
+        elif (folder / "cpu.max").exists():
+            (folder / "cpu.max").write_text("1000 1000000")
+        else:
+            pytest.skip("control groups have no limits of processor time here")
+        yield folder / "cgroup.procs"
+    finally:
+        until(lambda: not (folder / "cgroup.procs").read_text())
+        folder.rmdir()
+
+
+def test_a_rank_whose_program_waits_for_a_processor_is_left_alone(mesh: Mesh) -> None:
+    pids = mesh.driver.pids
+    with hardly_any_processor() as group:
+        code = f"import os, time\nopen({str(group)!r}, 'w').write(str(os.getpid()))\n"
+        code += f"end = time.monotonic() + {3 * GRACE}\n"
+
+        def waits() -> float:
+            comm = mesh.comm()
+            if comm.rank == 1:
+                subprocess.run([sys.executable, "-S", "-c", code + "while time.monotonic() < end: pass"], check=True)
+            return float(comm.all_reduced(torch.ones(1)))
+
+        assert mesh.run(waits) == [2.0, 2.0]
+    assert mesh.driver.pids == pids
+
+
 def test_a_rank_in_a_debugger_is_left_alone(mesh: Mesh) -> None:
     """A tracer is attached to it, or it is at a prompt."""
     pids = mesh.driver.pids
