@@ -27,9 +27,10 @@ from .batch import BatchSplit
 from .purity.captured import Captured
 from .purity.captured_state import CapturedState
 from .purity.entries import GivenObjects, warn_of_changed
+from .purity.updates import check_updates
 from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import Region, is_dropped, is_swapped, run_body, state_is_dropped
+from .region import Differing, Region, run_body
 from .remote.handle import Remote
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked
@@ -112,16 +113,27 @@ class CompiledCall:
 
     Args:
         treedef: of (args, kwargs).
+        differing: what such a call has noted on this rank before, see `Region`.
     """
 
-    def __init__(self, session: RankSession, mesh: Any, program: Program, treedef: Any, plan: InputPlan):
+    def __init__(
+        self,
+        session: RankSession,
+        mesh: Any,
+        program: Program,
+        treedef: Any,
+        plan: InputPlan,
+        differing: Differing | None = None,
+    ):
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
         self._has_values = any(leaf.kind == "value" for leaf in plan.leaves)
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
-        self._looked_at, self._differing = set[Any](), dict[Any, list[frozenset[str]]]()  # see `Region`
+        self._looked_at = set[Any]()  # see `Region`
+        self._differing = {} if differing is None else differing
+        self._notes_differing = not self._differing
         self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and integers, seen so far
         self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
@@ -186,6 +198,7 @@ class CompiledCall:
             captured=self._captured.trainable,
             looked_at=self._looked_at,
             differing=self._differing,
+            notes_differing=is_new and self._notes_differing,
             updates=[] if first else None,
         )
         looks = NOTHING if net is None and watched is None else follow(net, watched)
@@ -198,7 +211,8 @@ class CompiledCall:
         for known, choice in choices:
             known.add(choice)
         if first:
-            self._check_updates(region, local, result)
+            updates = region.updates or ()
+            check_updates(updates, region.differentiated, local, result, self._program.name, self._session.where())
             self._captured.check(self._program.name, self._session.where())
             its = self._program.name, self._program.body
             if captured_state is not None:
@@ -291,22 +305,6 @@ class CompiledCall:
         for tensor, before in zip(tensors, entered, strict=True):
             if type(tensor) is not donation.DonatedTensor and version(tensor) != before:
                 self._refuse_write(next(index for index, leaf in enumerate(local) if leaf is tensor))
-
-    def _check_updates(self, region: Region, local: list[Any], result: Any) -> None:
-        """Refuse a body that gives an optimizer parameters for gradients, or drops what the optimizer made."""
-        name, results = self._program.name, trees.leaves(result) if region.updates else []
-        remedy = "params, opt_state = opt.step(params, grads, opt_state), and return these"
-        for update in region.updates or ():
-            if is_swapped(update, region.differentiated):
-                problem = f"{name} gives opt.step as gradients what it takes gradients by"
-            elif is_dropped(update, local, results):
-                problem = f"{name} returns parameters as it was given them, and drops those that opt.step made of them"
-                problem += ": nothing would be trained"
-            elif state_is_dropped(update, result):
-                problem = f"{name} returns its optimizer's state as it was given it, and drops what opt.step made"
-            else:
-                continue
-            raise SpecError(problem, where=self._session.where(), remedy=remedy)
 
     def _watched(self, local: list[Any]) -> Watched:
         """What the body may not write to; watched at the first call of a signature, and when flags are new."""

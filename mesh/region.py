@@ -18,24 +18,13 @@ import torch
 
 from ..kernels.call import word_key
 from ..kernels.errors import MeshError
-from ..kernels.flat import storages
-from . import trees
 from .ambient import Ambient, under
 from .batch import BatchSplit
+from .purity.updates import Update
 from .rank.session import RankSession
 
 _MOST_CHECKS = 4096  # that a region notes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Update:
-    """One step of an optimizer: the parameters, gradients and state that it was given, and what it made of them."""
-
-    given: Sequence[torch.Tensor]
-    grads: Sequence[torch.Tensor | None]
-    given_state: Any
-    made: Sequence[torch.Tensor]
-    state: Sequence[torch.Tensor]
+Differing = dict[Any, list[frozenset[str]]]  # for each leaf the axes, by the differentiated function
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,9 +46,10 @@ class Region:
         looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
         differing: axes along which leaves that gradients were taken by differed at this signature's first call
             (`transforms._arguments`).
+        notes_differing: this is that call, and no such call has been made here before.
         looks: how many functions this region has offered for such a check so far.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
-        updates: the steps of optimizers, at the first call of a signature (see `is_dropped`); None at later ones.
+        updates: the steps of optimizers, at the first call of a signature (`purity.updates`); None at later ones.
         differentiated: the tensors that gradients were taken with respect to, at such a call.
     """
 
@@ -77,7 +67,8 @@ class Region:
     in_gradient: bool = False
     within: str = ""
     looked_at: set[Any] = dataclasses.field(default_factory=set)
-    differing: dict[Any, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
+    differing: Differing = dataclasses.field(default_factory=dict)
+    notes_differing: bool = False
     looks: int = 0
     updates: list[Update] | None = None
     differentiated: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -217,7 +208,7 @@ def run_body(
             restore_generators(state)
 
 
-# -- updates that are dropped ------------------------------------------------------------------------------------------
+# -- what is noted for the check of a first call -----------------------------------------------------------------------
 
 
 def noted_updates() -> list[Update] | None:
@@ -230,38 +221,6 @@ def note_differentiated(region: Region | None, leaves: Iterable[torch.Tensor]) -
     """Note what a gradient is taken with respect to, at the first call of a signature."""
     if region is not None and region.updates is not None:
         region.differentiated += leaves
-
-
-def is_swapped(update: Update, differentiated: Sequence[torch.Tensor]) -> bool:
-    """Whether an optimizer was given parameters as its gradients."""
-    ids = {id(leaf) for leaf in differentiated}
-    grads = [grad for grad in update.grads if grad is not None]
-    return bool(grads) and all(id(grad) in ids for grad in grads)
-
-
-def state_is_dropped(update: Update, results: Any) -> bool:
-    """Whether a step returns an optimizer's new parameters, but the state that the optimizer was given."""
-    leaves = trees.leaves(results, is_leaf=lambda node: node is update.given_state)
-    returned = {id(leaf) for leaf in leaves}
-    trains = not _memory(leaves).isdisjoint(_memory(update.made))
-    drops = bool(update.state) and not any(id(one) in returned for one in update.state)
-    return trains and drops and id(update.given_state) in returned
-
-
-def is_dropped(update: Update, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
-    """Whether a step returns the parameters that it was called with, its optimizer's new state, and no new parameters.
-
-    A step that skips an update on purpose returns the old state as well.
-    """
-    returned = {id(leaf) for leaf in results}
-    unchanged = returned & {id(leaf) for leaf in update.given} & {id(leaf) for leaf in arguments}
-    kept = not _memory(results).isdisjoint(_memory(update.made))
-    return bool(unchanged) and not kept and (not update.state or any(id(one) in returned for one in update.state))
-
-
-def _memory(leaves: Iterable[Any]) -> set[int]:
-    """The addresses of the tensors' storages."""
-    return set().union(*(storages(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 # -- values that are carried from one virtual shard to the next -----------------------------------------------------

@@ -184,7 +184,7 @@ def _known_to_differ(
     """
     key = (getattr(f, "__code__", type(f)), len(unknown))
     before = region.differing.get(key)
-    if region.updates is not None:
+    if region.notes_differing:
         found = [frozenset(over) - frozenset(argument.reduce) for argument in unknown]
         region.differing[key] = [a & b for a, b in zip(found, before or found, strict=True)]
         before = None

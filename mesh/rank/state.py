@@ -18,6 +18,7 @@ from ..array import Array, meta
 from ..hosts.copier import Copier
 from ..program import CompiledCall, PlannedCall, Program
 from ..protocol import ALL, Spans, each_span
+from ..region import Differing
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import REPLICATED, P
@@ -26,6 +27,8 @@ from .lasting_values import KnownLayout, LastingValues
 from .local_values import LocalValues
 from .reloading import LoadedModules
 from .session import RankSession
+
+_REMEMBERED = 4096  # calls of dropped functions
 
 
 class _Kept:
@@ -199,6 +202,7 @@ class RankState:
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
+        self._differing: dict[str, Differing] = {}  # of calls by key, also of functions that were dropped
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
         # By reader: the description of its last batch, and since which task that has not changed.
         self._last_described: dict[str, tuple[bytes, int]] = {}
@@ -234,7 +238,11 @@ class RankState:
             planned: PlannedCall = self.shipped(key)
             program: Program = self.shipped(planned.program)
             tree = self.shipped(planned.tree)
-            call = self._calls[key] = CompiledCall(self.session, self.mesh, program, tree, planned.plan)
+            differing = self._differing.setdefault(key, {})
+            if len(self._differing) > _REMEMBERED:
+                self._differing.pop(next(iter(self._differing)))
+            call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, differing)
+            self._calls[key] = call
         return call
 
     def description(self, reader: str, treedef: Any, metas: list[OutputMeta]) -> bytes:
@@ -258,6 +266,8 @@ class RankState:
         for key in keys:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
+            if not any(map(any, self._differing.get(key, {}).values())):  # else the function may be made anew
+                self._differing.pop(key, None)
             self._described.pop(key, None)
             self._last_described.pop(key, None)
 

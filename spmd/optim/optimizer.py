@@ -22,7 +22,8 @@ from ..kernels.errors import SpecError, SpmdError, no_attribute
 from ..kernels.torch_private import untraced
 from ..mesh import donation, trees
 from ..mesh.array import Array
-from ..mesh.region import Update, current, noted_updates
+from ..mesh.purity.updates import Update
+from ..mesh.region import current, noted_updates
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine

@@ -2,6 +2,7 @@ import concurrent.futures
 import copy
 import doctest
 import functools
+import gc
 import mmap
 import sys
 import warnings
@@ -16,6 +17,7 @@ from torch import nn
 
 from spmd import (
     Array,
+    Mesh,
     P,
     Sharded,
     SpecError,
@@ -658,7 +660,7 @@ def test_a_part_that_agrees_by_chance_is_refused(shared_mesh):
 @pytest.mark.parametrize("check", ["first", "never"])
 def test_a_part_that_agrees_by_chance_on_a_later_call_is_refused(shared_mesh, check):
     """What differed on the first call, as a part of the data does, may be the same later."""
-    cut = P("data", "model")
+    cut, mesh = P("data", "model"), shared_mesh({"data": 2, "model": 2})
 
     def step_that(declares):
         def step(w, x):
@@ -667,7 +669,7 @@ def test_a_part_that_agrees_by_chance_on_a_later_call_is_refused(shared_mesh, ch
             first, _ = [grad(lambda h: (h * w).sum())(h) for h in (w + 1, w * x)]  # of which one differs
             return Sharded(part.local if declares else part, cut), whole, first
 
-        return spmd(step, mesh=shared_mesh({"data": 2, "model": 2}), in_specs=(P(), cut), check=check)
+        return spmd(step, mesh=mesh, in_specs=(P(), cut), check=check)
 
     def compare(step, x):
         part, whole, first = step(torch.tensor(3.0), x)
@@ -684,6 +686,33 @@ def test_a_part_that_agrees_by_chance_on_a_later_call_is_refused(shared_mesh, ch
     with pytest.raises(SpecError, match=text):
         compare(step, alike)
     compare(step, different)
+    del step
+    gc.collect()
+    mesh.run(bool)  # the ranks forget the dropped function, but not that a part of it differed
+    with pytest.raises(SpecError, match=text):
+        compare(step_that(declares=False), alike)
+
+
+def test_a_part_that_agrees_by_chance_is_refused_where_the_compiler_was_imported():
+    """There the first call of a function made anew is not looked at again."""
+
+    def imports():
+        import torch._dynamo  # noqa: F401
+
+    with Mesh({"data": 2}) as mesh:
+        mesh.run(imports)
+        for check in ("first", "never"):
+
+            @spmd(mesh=mesh, in_specs=P("data"), check=check)
+            def step(x):
+                return Sharded(grad(lambda x: x.square().sum())(x * 2), P("data"))
+
+            assert step(torch.tensor([1.0, 2.0])).full().tolist() == [2.0, 4.0]
+            with pytest.raises(SpecError, match="its values agree, and it differed on the first"):
+                step(torch.ones(2)).full()
+            del step
+            gc.collect()
+            mesh.run(bool)
 
 
 def test_a_replica_changed_in_place_is_none_any_more(shared_mesh):
