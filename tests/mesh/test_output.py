@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd import axis_index
 from spmd.mesh.display import output
 from spmd.mesh.display.output import Collator, rank_label
 
@@ -382,5 +383,5 @@ def test_a_line_that_is_too_long_comes_in_pieces(screen, monkeypatch):
 def test_characters_that_the_programs_encoding_lacks(shared_mesh, monkeypatch):
     mesh, screen = shared_mesh({"data": 2}), io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
-    mesh.run(lambda: print("10 \u00b5s"))
+    mesh.run(lambda: axis_index("data") or print("10 \u00b5s"))
     assert screen.getvalue() == b"10 \\xb5s\n"
