@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -167,6 +168,31 @@ def _nothing() -> None:
     """A function to compile, for the sake of its context."""
 
 
+class _ForcedEager:
+    """The stance that runs nothing compiled, from the first to the last of blocks that overlap: all threads share one.
+
+    If each block set it and put back what it had found, the last one would leave it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._blocks += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._stance.__exit__(None, None, None)
+
+
+_forced_eager = _ForcedEager()
+
+
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
     """Inside this block, compiled functions run as the plain functions that they were made from.
@@ -175,7 +201,7 @@ def eagerly() -> Iterator[None]:
     first called under such a mode.
     """
     if has_compiler():
-        with torch.compiler.set_stance("force_eager"):
+        with _forced_eager:
             yield
         draw_as_eager()
         return

@@ -391,28 +391,39 @@ def test_a_call_does_not_change_the_pickled_bytes(name):
 
 
 def test_several_threads_may_call_the_same_function():
-    meet = threading.Barrier(3, timeout=HANGS)
+    """The first of them to come ends first, and the compiler, whose state they share, compiles afterwards."""
+    import torch._dynamo
+
+    meet, ended = threading.Barrier(3, timeout=HANGS), [threading.Event() for _ in range(4)]
+    ended[-1].set()
 
     class Meeting(nn.Module):
         def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.tensor(0.0))
 
-        def forward(self):
-            meet.wait()
+        def forward(self, turns):
+            turns.append(meet.wait())
+            ended[turns[0] - 1].wait(HANGS)
             return self.w + 0
 
     apply, _ = functional(Meeting())
     results = [None] * 3
-    threads = [
-        threading.Thread(target=lambda i=i: results.__setitem__(i, apply({"w": torch.tensor(float(i))})))
-        for i in range(3)
-    ]
+
+    def run(number):
+        turns = []
+        results[number] = apply({"w": torch.tensor(float(number))}, turns)
+        ended[turns[0]].set()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANGS)
     assert results == [0.0, 1.0, 2.0]
+    graphs = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph)(torch.ones(2))
+    assert len(graphs) == 1
 
 
 def test_torch_func_transforms_work_on_apply():
