@@ -312,8 +312,8 @@ class DriverSession(Owned):
         if failed is not None:
             raise failed
 
-    def shut(self, why: str) -> None:
-        """Kill what still runs, and release everything."""
+    def shut(self, why: str, remedy: str = "make a new Mesh") -> None:
+        """Kill what still runs, and release everything; `remedy` is for who calls objects that were on the ranks."""
         self.check_owner()
         if self.closed is not None:
             return
@@ -324,7 +324,7 @@ class DriverSession(Owned):
             resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
-        self.node.close(why)
+        self.node.close(why, remedy)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)
         self.ranks.close()
