@@ -25,6 +25,7 @@ from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
+from .meeting import url
 from .roll_call import RollCall
 from .secret import open_own, own_folders, secret_of_user
 
@@ -158,8 +159,7 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise MeshError("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}")
-        host = os.environ["MASTER_ADDR"]
-        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
+        method = url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
         address = urllib.parse.urlparse(method)
     try:
         host, port = address.hostname or "", address.port or 0
