@@ -141,10 +141,10 @@ def public(f: F, *, like: Any = None, updated: tuple[str, ...] = functools.WRAPP
     return called  # type: ignore[return-value]
 
 
-def warn(problem: str, *, got: object = None, expected: object = None, where: str = "", remedy: str = "") -> None:
+def warn(problem: str, *, got: object = None, where: str = "", remedy: str = "") -> None:
     """Warn the user of something, at the line of the nearest caller outside this library; as `errors.message`."""
     _, level = _nearest()
-    warnings.warn(message(problem, got=got, expected=expected, where=where, remedy=remedy), stacklevel=level)
+    warnings.warn(message(problem, got=got, where=where, remedy=remedy), stacklevel=level)
 
 
 def user_line() -> str:

@@ -34,7 +34,10 @@ _PR_SET_PDEATHSIG = 1
 # It gives -1 where the C library lacks the function.
 _current_core: Callable[[], int] = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
 _CORES = os.cpu_count() or 1
-_GROUPS, _MOUNTED, _VMSTAT = "/proc/self/cgroup", "/sys/fs/cgroup", Path("/proc/vmstat")
+# The file that says which control groups this process is in, and where the groups' own files are: in a container these
+# may be those of its group alone.
+_GROUPS, _MOUNTED = "/proc/self/cgroup", "/sys/fs/cgroup"
+_VMSTAT = Path("/proc/vmstat")
 
 _current = os.getpid()
 
@@ -151,15 +154,10 @@ def cores() -> int:
     return math.ceil(min(len(os.sched_getaffinity(0)), processor_limit()))
 
 
-def processor_limit(proc: str = _GROUPS, mounted: str = _MOUNTED) -> float:
-    """The seconds of processor time in a second that control groups leave this process: Docker's --cpus; inf for any.
-
-    Args:
-        proc: the file that says which groups it is in.
-        mounted: where the groups' own files are. In a container these may be those of its group alone.
-    """
+def processor_limit() -> float:
+    """Seconds of processor time in a second that control groups leave this process (Docker's --cpus); inf for any."""
     limits = [math.inf]
-    for version, folder in _control_groups("cpu", proc, mounted):
+    for version, folder in _control_groups("cpu", _GROUPS, _MOUNTED):
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max"
             if version == 1:
                 quota, period = (_number_in(folder / f"cpu.cfs_{of}_us") for of in ("quota", "period"))
@@ -175,7 +173,7 @@ def _control_groups(controller: str, proc: str, mounted: str) -> list[tuple[int,
 
     Args:
         controller: "cpu" or "memory".
-        proc, mounted: see `processor_limit`.
+        proc, mounted: `_GROUPS` and `_MOUNTED`.
 
     Returns:
         The version (1 or 2), and the folder that has the group's files, if it is mounted, from the innermost group on.
@@ -212,29 +210,21 @@ def spread(index: int, ranks: int) -> None:
     os.sched_setaffinity(0, allowed)
 
 
-def memory_kills(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
-    """How many processes the kernel has killed for lack of memory: in this process's control groups, else on the host.
-
-    Args:
-        proc, mounted: see `processor_limit`.
-    """
-    files = {1: "memory.oom_control", 2: "memory.events"}
-    for path in (*(folder / files[version] for version, folder in _control_groups("memory", proc, mounted)), _VMSTAT):
+def memory_kills() -> int:
+    """How many processes the kernel has killed for lack of memory: in this process's control groups, or on the host."""
+    files, groups = {1: "memory.oom_control", 2: "memory.events"}, _control_groups("memory", _GROUPS, _MOUNTED)
+    for path in (*(folder / files[version] for version, folder in groups), _VMSTAT):
         with contextlib.suppress(OSError, StopIteration):
             return _field_of(path, "oom_kill")
     return 0
 
 
-def available_bytes(proc: str = _GROUPS, mounted: str = _MOUNTED) -> int:
-    """Memory that this process can still use, according to the host and its control groups.
-
-    Args:
-        proc, mounted: see `processor_limit`.
-    """
+def available_bytes() -> int:
+    """Memory that this process can still use, according to the host and its control groups."""
     found = of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         found = min(found, _field_of(Path("/proc/meminfo"), "MemAvailable:") << 10)
-    for version, folder in _control_groups("memory", proc, mounted):
+    for version, folder in _control_groups("memory", _GROUPS, _MOUNTED):
         limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
         with contextlib.suppress(OSError, ValueError, StopIteration):  # there is no such file, or no limit: "max"
             most = _number_in(folder / f"memory.{limit}")

@@ -263,8 +263,7 @@ class Mesh:
         """
         self.check_driver("restart", "end the job and launch it again")
         self._finalizer.detach()
-        self.driver.node.close(lost_values.RESTARTED, "make them again")
-        self.driver.shut(lost_values.RESTARTED)
+        self.driver.shut(lost_values.RESTARTED, "make them again")
         self._start()
 
     stacks, status = stacks.stacks, status.status

@@ -157,24 +157,12 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         if leaf is None and len(leaves) > 1:
             continue
         its_spec = REPLICATED if its_spec is None else its_spec
-        if isinstance(leaf, Array):
-            if leaf.mesh is mesh and leaf.spec == its_spec:
-                leaf.check_readable()
-                found[index] = leaf
-                continue
-            leaf = leaf.full()
-        if isinstance(leaf, int | float | complex | np.generic):
-            leaf = number_or_tensor(leaf)
-        leaf = as_tensor(leaf)
+        if isinstance(leaf, Array) and leaf.mesh is mesh and leaf.spec == its_spec:
+            leaf.check_readable()
+            found[index] = leaf
+            continue
         where = f"put, leaf {places[index]}" if places[index] else "put"
-        if not isinstance(leaf, torch.Tensor):
-            raise SpecError(
-                "put got a leaf that is not a tensor",
-                got=type(leaf).__name__,
-                expected="a tensor, a NumPy array, a number or an Array",
-                where=where,
-            )
-        check_value(leaf, functools.partial(str, where), cut=bool(its_spec.entries))
+        leaf = _tensor_of(leaf, where, cut=bool(its_spec.entries))
         if compared:
             _refuse_parts(leaf, where)
         mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
@@ -199,6 +187,23 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
     for (index, _, _), array in zip(todo, arrays, strict=True):
         found[index] = array
     return trees.unflatten(treedef, found)
+
+
+def _tensor_of(leaf: Any, where: str, *, cut: bool) -> torch.Tensor:
+    if isinstance(leaf, Array):
+        leaf = leaf.full()
+    if isinstance(leaf, int | float | complex | np.generic):
+        leaf = number_or_tensor(leaf)
+    leaf = as_tensor(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        raise SpecError(
+            "put got a leaf that is not a tensor",
+            got=type(leaf).__name__,
+            expected="a tensor, a NumPy array, a number or an Array",
+            where=where,
+        )
+    check_value(leaf, functools.partial(str, where), cut=cut)
+    return leaf
 
 
 def _refuse_parts(leaf: torch.Tensor, where: str) -> None:

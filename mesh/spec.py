@@ -141,6 +141,8 @@ _register(
 def split_sizes(length: int, parts: int) -> list[int]:
     """The lengths of `parts` blocks of `length` things, as even as can be, longer blocks first.
 
+    Dealing gives the same sizes: those of virtual shards, of which shard v takes positions v, v + shards, ...
+
     >>> split_sizes(10, 4), split_sizes(2, 4)
     ([3, 3, 2, 2], [1, 1, 0, 0])
     """
@@ -165,15 +167,6 @@ def ragged_shape(shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], spec
         RAGGED if not spec.dim_axes(dim) and any(its[dim] != shapes[0][dim] for its in shapes) else size
         for dim, size in enumerate(shape)
     )
-
-
-def strided_sizes(length: int, shards: int) -> list[int]:
-    """How many of `length` samples each virtual shard gets when shard v takes positions v, v + shards, ...
-
-    >>> strided_sizes(10, 4)
-    [3, 3, 2, 2]
-    """
-    return split_sizes(length, shards)  # dealing one by one gives the same sizes as cutting into blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The fake and the product were written together, so passing tests say little about either. Here each fix is taken out of
 a copy of the tree by replacing a few lines, and its tests run against the copy: they have to fail, for the reason
-given, and to pass in a copy from which nothing was taken out. Prints the table in docs/gpu.md; the exit status is 1 if
+given, and to pass in a copy from which nothing was taken out. Prints the table in gpu/found.md; the exit status is 1 if
 a line of it is not as it should be. Takes about two minutes.
 """
 
@@ -29,7 +29,7 @@ class Undo:
     """One fix, and how it is taken out.
 
     Attributes:
-        point: its number in docs/gpu.md.
+        point: its number in gpu/found.md.
         what: what happens without the fix.
         edits: file, text that is there once, and what takes its place.
         tests: those that have to fail, as pytest names them.

@@ -5,17 +5,24 @@ In Markdown the lines of a doctest would run together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from griffe import Extension, Module, Object
 
-# Methods of Mesh that its class only names, as in `stacks, status = stacks.stacks, status.status`.
-METHODS = {
-    "mesh.running": ("run", "submit", "remote", "reload", "device_mesh"),
-    "mesh.display.stacks": ("stacks",),
-    "mesh.display.status": ("status",),
-    "mesh.resizing.resize": ("resize", "retire"),
-}
+import spmd
+
+
+def methods_elsewhere(cls: type) -> Iterator[tuple[str, str]]:
+    """Methods and properties that a class only names, as in `stacks = stacks.stacks`, and where they are.
+
+    >>> dict(methods_elsewhere(spmd.Mesh))["status"]
+    'mesh.display.status.status'
+    """
+    for name, member in vars(cls).items():
+        home = getattr(getattr(member, "fget", member), "__module__", cls.__module__)
+        if not name.startswith("_") and home != cls.__module__:
+            yield name, f"{home.removeprefix('spmd.')}.{name}"
 
 
 def fenced(text: str) -> str:
@@ -45,9 +52,8 @@ def fenced(text: str) -> str:
 
 class Doctests(Extension):
     def on_package(self, *, pkg: Module, **_: Any) -> None:
-        for module, names in METHODS.items():
-            for name in names:
-                pkg["mesh.mesh.Mesh"].set_member(name, pkg[f"{module}.{name}"])
+        for name, place in methods_elsewhere(spmd.Mesh):
+            pkg["mesh.mesh.Mesh"].set_member(name, pkg[place])
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import dtype_name
 
 SOURCE = Path(__file__).parent / "bucket.cu"
+OPTIONS = ("--std=c++14",)  # of its compilation
 THREADS = 256
 _STEP = 2048  # elements; chunk sizes are multiples of it, so that every chunk of an aligned leaf is aligned
 _LARGEST = 1 << 15
@@ -117,18 +118,13 @@ class Table:
         return table
 
 
-def compile_options(architecture: int | None = None) -> tuple[str, ...]:
-    """The compiler options for the source, for `sm_<architecture>` or for the present device."""
-    return ("--std=c++14", *(() if architecture is None else (f"--gpu-architecture=sm_{architecture}",)))
-
-
 @functools.cache
 def _module(device: int) -> Any:
     """The compiled source, on one device (CuPy keeps it on disk as well)."""
     import cupy
 
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=SOURCE.read_text(), options=compile_options())
+        return cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
 
 
 @functools.cache

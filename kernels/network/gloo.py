@@ -40,7 +40,8 @@ _all: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
 def _end_what_is_under_way() -> None:
     """Close communicators with unfinished operations: torch would wait for these at the end, even for dead peers."""
     for comm in [*_all]:
-        comm.end_what_is_under_way()
+        if comm._under_way:
+            comm.close()
 
 
 class GlooCommunicator(NetworkedCommunicator):
@@ -122,11 +123,6 @@ class GlooCommunicator(NetworkedCommunicator):
     def close(self) -> None:
         self._disconnect()
         super().close()
-
-    def end_what_is_under_way(self) -> None:
-        """Close if an operation has begun and is not known to have ended."""
-        if self._under_way:
-            self.close()
 
     def _disconnect(self) -> None:
         if self._mailbox is not None:

@@ -15,9 +15,8 @@ loopback nobody but the kernel is between the two ends of a connection.
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import PeerLost
+from ..listening import READ, WRITE, Listening
 from ..processes import Owned
 from .authentication import CODE_BYTES, MessageCodes, code, key_of, same
 from .frames import Changed
@@ -67,10 +67,9 @@ class Mailbox(Owned):
         self._again_at: dict[int, float] = {}
         self._codes: dict[int, MessageCodes | None] = {}  # of sent messages, by destination
         self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        self._selector.register(self._listener, selectors.EVENT_READ, "accept")
-        self._selector.register(self._wake_read, selectors.EVENT_READ, "wake")
+        self._listening = Listening(self._watch_queues)
+        self._listening.selector.register(self._listener, READ, self._accept)
+        self._watched: set[int] = set()  # peers whose sockets took only a part of what is for them
         self._closed = self._pausing = False
         self._failure: BaseException | None = None
         store.set(address_key(name, rank), f"{host} {self._listener.getsockname()[1]} {self._number.hex()}")
@@ -168,7 +167,7 @@ class Mailbox(Owned):
             # Most messages fit into the socket's buffer: send them here, without the thread.
             if len(queue) == 1 and self._write(connection, queue):
                 return message
-        os.write(self._wake_write, b"!")
+        self._listening.wake()
         return message
 
     @staticmethod
@@ -197,33 +196,29 @@ class Mailbox(Owned):
             self._failure = error  # `check` raises it in any wait
 
     def _run(self) -> None:
-        watched: set[int] = set()
         while not self._closed:
-            with self._lock:
-                for peer, (connection, queue) in self._outgoing.items():
-                    if queue and peer not in watched:
-                        self._selector.register(connection, selectors.EVENT_WRITE, peer)
-                        watched.add(peer)
-            events = self._selector.select(_PAUSE_SECONDS if self._pausing else None)
+            events = self._listening.select(_PAUSE_SECONDS if self._pausing else None)
             if self._pausing:
-                self._selector.register(self._listener, selectors.EVENT_READ, "accept")
+                self._listening.selector.register(self._listener, READ, self._accept)
                 self._pausing = False
-            for key, _ in events:
-                if key.data == "wake":
-                    os.read(self._wake_read, 4096)
-                elif key.data == "accept":
-                    self._accept()
-                elif isinstance(key.data, Incoming):
-                    if key.data.connection.fileno() >= 0:  # not dropped in this round
-                        self._read(key.data)
-                else:
-                    with self._lock:
-                        connection, queue = self._outgoing[key.data]
-                        if self._write(connection, queue):
-                            self._selector.unregister(connection)
-                            watched.discard(key.data)
+            for take in events:
+                take()
 
-    def _accept(self) -> None:
+    def _watch_queues(self) -> None:
+        with self._lock:
+            for peer, (connection, queue) in self._outgoing.items():
+                if queue and peer not in self._watched:
+                    self._listening.selector.register(connection, WRITE, functools.partial(self._write_more, peer))
+                    self._watched.add(peer)
+
+    def _write_more(self, peer: int, events: int) -> None:
+        with self._lock:
+            connection, queue = self._outgoing[peer]
+            if self._write(connection, queue):
+                self._listening.forget(connection)
+                self._watched.discard(peer)
+
+    def _accept(self, events: int) -> None:
         """Accept a connection; if too many have not said hello, drop the oldest of these."""
         try:
             connection, _ = self._listener.accept()
@@ -232,18 +227,20 @@ class Mailbox(Owned):
         except OSError:  # no more files: drop one, and leave the others waiting for a moment
             if self._strangers:
                 self._drop(self._strangers[0])
-            self._selector.unregister(self._listener)
+            self._listening.forget(self._listener)
             self._pausing = True
             return
         connection.setblocking(False)
         incoming = Incoming(connection, self.inbox, self._admit, self._codes_of)
-        self._selector.register(connection, selectors.EVENT_READ, incoming)
+        self._listening.selector.register(connection, READ, functools.partial(self._read, incoming))
         self._strangers.append(incoming)
-        self._read(incoming)
+        self._read(incoming, READ)
         if len(self._strangers) > _STRANGERS:
             self._drop(self._strangers[0])
 
-    def _read(self, incoming: Incoming) -> None:
+    def _read(self, incoming: Incoming, events: int) -> None:
+        if incoming.connection.fileno() < 0:  # dropped in this round
+            return
         stranger, whole = incoming.source is None, incoming.read()
         if stranger and incoming.source is not None:
             self._strangers.remove(incoming)
@@ -253,7 +250,7 @@ class Mailbox(Owned):
             self._drop(incoming)
 
     def _drop(self, incoming: Incoming) -> None:
-        self._selector.unregister(incoming.connection)
+        self._listening.forget(incoming.connection)
         incoming.connection.close()
         if incoming in self._strangers:
             self._strangers.remove(incoming)
@@ -263,15 +260,13 @@ class Mailbox(Owned):
         self._closed = True
         if self.foreign:
             return
-        os.write(self._wake_write, b"!")
+        self._listening.wake()
         self._thread.join(2.0)
-        for key in list(self._selector.get_map().values()):
+        for key in list(self._listening.selector.get_map().values()):
             if not isinstance(key.fileobj, int):
                 key.fileobj.close()  # type: ignore[attr-defined]
         for dialled in self._dialled.values():
             dialled[0].close()
         for outgoing in self._outgoing.values():
             outgoing[0].close()
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._listening.close()

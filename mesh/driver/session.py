@@ -184,21 +184,25 @@ class DriverSession(Owned):
                     known = {} if handling.last_results is None else handling.last_results
                     how = handling.future, known, handling.compare, again, handling.reported
                     task = Task(number, chosen, at, *how)
-                    with uninterrupted():
-                        # What nothing here refers to any more is freed on the ranks with the task.
-                        freed, forgotten = self.values.freed(), self.shipped.unused()
-                        self.pending.tasks[number] = task
-                        self.tell(make(number, at, freed, forgotten), packet, chosen if others else None)
-                        if others and region:
-                            rest = Task(next(self.numbers), others, at, reported=handling.reported)
-                            self.pending.tasks[rest.number] = rest
-                            self.tell(protocol.PassThrough(rest.number, at, freed, forgotten), ranks=others)
-                        elif others and (freed or forgotten):
-                            self.tell(protocol.Free(freed, forgotten), ranks=others)
+                    self._send(task, make, packet, others)
                     return task
             finally:
                 if task is None or again is None:
                     packet.close()  # else it is closed when the task is over
+
+    def _send(self, task: Task, make: Make, packet: wire.Packet, others: tuple[int, ...]) -> None:
+        """Send a task, and to the other ranks what they have to know of it."""
+        with uninterrupted():
+            # What nothing here refers to any more is freed on the ranks with the task.
+            freed, forgotten = self.values.freed(), self.shipped.unused()
+            self.pending.tasks[task.number] = task
+            self.tell(make(task.number, task.region, freed, forgotten), packet, task.ranks if others else None)
+            if others and task.region:
+                rest = Task(next(self.numbers), others, task.region, reported=task.reported)
+                self.pending.tasks[rest.number] = rest
+                self.tell(protocol.PassThrough(rest.number, task.region, freed, forgotten), ranks=others)
+            elif others and (freed or forgotten):
+                self.tell(protocol.Free(freed, forgotten), ranks=others)
 
     def tell(
         self, message: protocol.Message, packet: wire.Packet | None = None, ranks: Iterable[int] | None = None
@@ -312,8 +316,8 @@ class DriverSession(Owned):
         if failed is not None:
             raise failed
 
-    def shut(self, why: str) -> None:
-        """Kill what still runs, and release everything."""
+    def shut(self, why: str, remedy: str = "make a new Mesh") -> None:
+        """Kill what still runs, and release everything; `remedy` is for who calls objects that were on the ranks."""
         self.check_owner()
         if self.closed is not None:
             return
@@ -324,7 +328,7 @@ class DriverSession(Owned):
             resizing.cancel()
         if self.leaving is not None:
             self.leaving.join()
-        self.node.close(why)
+        self.node.close(why, remedy)
         self.ranks.kill()
         self.receiving.close(self.ranks.all)
         self.ranks.close()

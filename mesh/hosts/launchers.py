@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import urllib.parse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError
@@ -127,12 +127,12 @@ class SlurmLauncher(LocalLauncher):
         each: ranks of a node; None: the node's tasks in the allocation.
     """
 
-    def __init__(self, each: int | None, environ: Mapping[str, str] = os.environ):
-        self._job, nodes, tasks = (environ.get(name, "") for name in _ALLOCATION)
+    def __init__(self, each: int | None):
+        self._job, nodes, tasks = (os.environ.get(name, "") for name in _ALLOCATION)
         if not self._job or not nodes or shutil.which("srun") is None:
             raise MeshError(
                 'hosts="slurm" is for a program in an allocation of Slurm',
-                got=f"{show(environ, *_ALLOCATION)}, {'' if shutil.which('srun') else 'no '}srun on the path",
+                got=f"{show(os.environ, *_ALLOCATION)}, {'' if shutil.which('srun') else 'no '}srun on the path",
                 remedy="start it in one: salloc -N 2 --ntasks-per-node 8, or a script for sbatch",
             )
         command = ["scontrol", "show", "hostnames", nodes]
@@ -141,7 +141,7 @@ class SlurmLauncher(LocalLauncher):
         if len(counts) != len(names):
             raise MeshError(
                 "it is not known how many ranks each node has",
-                got=f"{len(names)} nodes, {show(environ, 'SLURM_TASKS_PER_NODE')}",
+                got=f"{len(names)} nodes, {show(os.environ, 'SLURM_TASKS_PER_NODE')}",
                 remedy='give --ntasks-per-node to salloc or sbatch, or hosts="slurm:8"',
             )
         super().__init__([f"{name}:{count}" for name, count in zip(names, counts, strict=True)])

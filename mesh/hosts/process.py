@@ -22,6 +22,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
+from ...kernels.listening import READ
 from ...kernels.processes import cores, open_more_files
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
@@ -31,7 +32,7 @@ from .. import wire
 from ..display import stacks, status
 from ..driver import spawn
 from ..driver.ranks import Rank
-from ..driver.sockets import READ, RankSockets
+from ..driver.sockets import RankSockets
 from ..driver.spawn import ForkedProcess, Zygote
 from ..failure import capture
 from ..rank import descriptors, zygote

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError
+from ...kernels.listening import READ, Listening
 from ...kernels.processes import Owned
 from .. import wire
 from ..driver.ranks import Rank
-from ..driver.sockets import READ, Listening
 from . import protocol
 from .coded import NotOfThisMesh, framed
 from .hearing import Inbox

@@ -23,6 +23,7 @@ from .. import wire
 from ..display.status import RankStatus, Status
 from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
+from ..launch.meeting import url
 from ..rank import descriptors
 from ..spec import Layout
 from . import protocol
@@ -141,8 +142,7 @@ class HostRanks(Ranks):
         self._store = dist.TCPStore(
             address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        where = f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
-        self.request = dataclasses.replace(self.request, store=where)
+        self.request = dataclasses.replace(self.request, store=url(address, port))
 
     def send(self, packet: wire.Packet, parts: list[memoryview], ranks: Iterable[int] | None) -> list[Rank]:
         """Send a packet to ranks (None: all), once to each host, without waiting."""

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import Any
 
-from ..driver.sockets import READ, WRITE, Listening
+from ...kernels.listening import READ, WRITE, Listening
 from .link import PAUSE_SECONDS, Link, listener
 from .protocol import Tunnelled
 

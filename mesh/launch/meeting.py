@@ -66,6 +66,10 @@ def tcp(host: str | None, job: int | None, step: int = 0) -> str | None:
     # 61440 to 65535: above Linux's ephemeral ports (32768 to 60999), so that no client socket has the port by chance.
     # 1021 is coprime to 4096: up to 4096 steps of a job, and steps of neighbouring jobs, get ports of their own.
     port = 61440 + (job + 1021 * step) % 4096
+    return url(host, port)
+
+
+def url(host: str, port: object) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

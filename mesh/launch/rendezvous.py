@@ -25,6 +25,7 @@ from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
 from .environments import Launch, detect
+from .meeting import url
 from .roll_call import RollCall
 from .secret import open_own, own_folders, secret_of_user
 
@@ -138,35 +139,10 @@ def _beside_parent() -> str:
 
 
 def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
-    address = urllib.parse.urlparse(method)
-    limit = datetime.timedelta(seconds=timeout)
-    if address.scheme == "file":
-        try:
-            os.close(open_own(address.path))
-        except (OSError, MeshError) as error:
-            raise MeshError(
-                f"rank {launch.rank} cannot meet the others at {method}",
-                got=str(error),
-                remedy="choose another path",
-            ) from None
-        store = dist.FileStore(address.path, launch.size)
-        # When a store is freed, its rank signs off, and the last one removes the file: a fork must never free it.
-        os.register_at_fork(after_in_child=functools.partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store)))
-        store.set_timeout(limit)
-        return store
-    if address.scheme == "env":
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise MeshError("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}")
-        host = os.environ["MASTER_ADDR"]
-        method = f"tcp://{f'[{host}]' if ':' in host else host}:{os.environ['MASTER_PORT']}"
-        address = urllib.parse.urlparse(method)
-    try:
-        host, port = address.hostname or "", address.port or 0
-    except ValueError:  # a port that is none
-        host, port = "", 0
-    if address.scheme != "tcp" or not host or not port:
-        raise MeshError("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
+    limit, scheme = datetime.timedelta(seconds=timeout), urllib.parse.urlparse(method).scheme
+    if scheme == "file":
+        return _file_store(method, launch, limit)
+    host, port = _host_and_port(_of_environment() if scheme == "env" else method)
     # torchrun's agent keeps the store itself, and says so.
     hosts = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     private = is_loopback(host)
@@ -180,6 +156,38 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
         return dist.TCPStore(host, port, None, hosts, limit, wait_for_workers=False, master_listen_fd=listener)
     except (RuntimeError, ValueError) as error:
         raise _port_error(port, launch, str(error).splitlines()[0]) from None
+
+
+def _file_store(method: str, launch: Launch, limit: datetime.timedelta) -> dist.Store:
+    path = urllib.parse.urlparse(method).path
+    try:
+        os.close(open_own(path))
+    except (OSError, MeshError) as error:
+        raise MeshError(
+            f"rank {launch.rank} cannot meet the others at {method}", got=str(error), remedy="choose another path"
+        ) from None
+    store = dist.FileStore(path, launch.size)
+    # When a store is freed, its rank signs off, and the last one removes the file: a fork must never free it.
+    os.register_at_fork(after_in_child=functools.partial(ctypes.pythonapi.Py_IncRef, ctypes.py_object(store)))
+    store.set_timeout(limit)
+    return store
+
+
+def _of_environment() -> str:
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise MeshError("env:// needs MASTER_ADDR and MASTER_PORT", got=f"no {', '.join(missing)}")
+    return url(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+
+
+def _host_and_port(method: str) -> tuple[str, int]:
+    address = urllib.parse.urlparse(method)
+    try:
+        host, port = address.hostname or "", address.port or 0
+    except ValueError:  # a port that is none
+        host, port = "", 0
+    if address.scheme != "tcp" or not host or not port:
+        raise MeshError("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
+    return host, port
 
 
 def _wait_for_listener(host: str, port: int, launch: Launch, timeout: float) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...kernels.errors import MeshError
-from .meeting import Environ
 
 _LEAST = 16  # characters of a secret
 
@@ -31,15 +30,15 @@ class Secret:
     chosen: bool
 
 
-def secret_of_user(environ: Environ = os.environ) -> Secret:
+def secret_of_user() -> Secret:
     """The secret that this process has before it has met any other.
 
     Raises:
         MeshError: SPMD_SECRET or SPMD_SECRET_FILE is set, and can't be used.
     """
-    if text := environ.get("SPMD_SECRET"):
+    if text := os.environ.get("SPMD_SECRET"):
         return Secret(_checked(os.fsencode(text), "SPMD_SECRET"), "SPMD_SECRET", True)
-    if path := environ.get("SPMD_SECRET_FILE"):
+    if path := os.environ.get("SPMD_SECRET_FILE"):
         return Secret(_of_file(path), "SPMD_SECRET_FILE", True)
     for folder in own_folders(home_first=True):
         with contextlib.suppress(OSError):
@@ -47,9 +46,9 @@ def secret_of_user(environ: Environ = os.environ) -> Secret:
     return Secret(b"", "no secret", False)
 
 
-def required(environ: Environ = os.environ) -> bool:
+def required() -> bool:
     """Whether the user forbids jobs without a secret."""
-    return environ.get("SPMD_REQUIRE_SECRET", "") not in ("", "0")
+    return os.environ.get("SPMD_REQUIRE_SECRET", "") not in ("", "0")
 
 
 def _checked(secret: bytes, origin: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -33,6 +34,10 @@ class Collective:
     axes: tuple[str, ...]
     bytes: int
     backward: bool
+
+
+# Each step of a program that counts makes the same ones as the step before.
+_collective = functools.lru_cache(maxsize=1024)(Collective)
 
 
 class Counts:
@@ -203,7 +208,7 @@ class CountedCommunicator:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             backward = self._of_gradients or in_backward()
-            one = Collective(operation, self._axes, nbytes(*args, **kwargs), backward)
+            one = _collective(operation, self._axes, nbytes(*args, **kwargs), backward)
             for counts in self._in:
                 counts.note(one)
             return found(*args, **kwargs)

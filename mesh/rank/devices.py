@@ -30,13 +30,8 @@ def default_size(device: str, backend: str, known: int) -> int | None:
     Args:
         known: the product of the other axes' sizes: at least so many GPUs are needed.
     """
-    wanted = wants_cuda(device, backend)
-    if wanted is False:
-        return None
-    count = _count()
-    if wanted is None and (count < known or not _usable()):
-        return None
-    return max(count, known)  # too few are refused by `for_driver`
+    count = _gpus_for(device, backend, known)
+    return None if count is None else max(count, known)  # too few are refused by `for_driver`
 
 
 def for_driver(device: str, backend: str, size: int) -> str:
@@ -45,11 +40,8 @@ def for_driver(device: str, backend: str, size: int) -> str:
     Raises:
         MeshError: GPUs were asked for and can't be used; it says what to install.
     """
-    wanted = wants_cuda(device, backend)
-    if wanted is False:
-        return "cpu"
-    count = _count()
-    if wanted is None and (count < size or not _usable()):
+    count = _gpus_for(device, backend, size)
+    if count is None:
         return "cpu"
     nccl_library.check_driver()
     library = nccl_library.load()
@@ -120,9 +112,13 @@ def index_of(local_rank: int, count: int) -> int:
     return local_rank % max(1, count)
 
 
-def _count() -> int:
-    """How many GPUs this process sees: CUDA_VISIBLE_DEVICES says which."""
-    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+def _gpus_for(device: str, backend: str, ranks: int) -> int | None:
+    """How many GPUs this process sees (CUDA_VISIBLE_DEVICES says which); None if so many ranks compute on CPUs."""
+    wanted = wants_cuda(device, backend)
+    if wanted is False:
+        return None
+    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
+    return None if wanted is None and (count < ranks or not _usable()) else count
 
 
 def _usable() -> bool:

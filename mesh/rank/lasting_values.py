@@ -9,10 +9,11 @@ strides and alignment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,20 +67,32 @@ class Leaf:
         return self.made(buffer, at)
 
 
+class _Listed(NamedTuple):
+    """How to rebuild a call's values: as a rank uses it, and as their entry begins with it."""
+
+    leaves: tuple[Leaf, ...]
+    pickled: bytes
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> _Listed:
+        leaves = tuple(map(leaf_of, tensors))
+        return _Listed(leaves, pickle.dumps((leaves, tuple(specs))))
+
+
 class KnownLayout:
     """The memory layout of values that are all plain tensors: later values need only be checked against it.
 
     Attributes:
         specs: of each.
         large: indices of those too large for the ledger.
-        listed: how the ledger lists such values, once it does: see `LastingValues`.
+        listed: how the ledger lists such values, once it does.
     """
 
     __slots__ = ("_complex", "_dtypes", "_shapes", "_strides", "large", "listed", "specs")
 
     def __init__(self, tensors: Sequence[torch.Tensor], specs: Sequence[P]):
         self.specs = tuple(specs)
-        self.listed: tuple[int, tuple[Leaf, ...]] | None = None
+        self.listed: _Listed | None = None
         self._shapes, self._strides, self._dtypes = _kinds(tensors)
         self._complex = tuple(index for index, tensor in enumerate(tensors) if tensor.is_complex())
         extents = [extent_bytes(tensor.shape, tensor.stride(), tensor.itemsize) for tensor in tensors]
@@ -116,7 +129,6 @@ class LastingValues:
 
     def __init__(self, arena: Arena):
         self._arena, self._lasting, self._ledger = arena, arena.lasting, arena.ledger
-        self._layouts: dict[Any, tuple[int, tuple[Leaf, ...]]] = {}
         self._kept: dict[int, tuple[int, tuple[Leaf, ...]]] = {}  # call -> its entry, and how to rebuild it
 
     def lay_out(self, leaves: list[Any], known: KnownLayout | None = None) -> None:
@@ -179,22 +191,22 @@ class LastingValues:
         before = self._kept.get(call)
         listed = None if known is None else known.listed
         if listed is None:
-            listed = self._layout(tensors, specs)
+            listed = _Listed.of(tensors, specs)
             if known is not None:
                 known.listed = listed
-        self._kept[call] = self._written(call, tensors, *listed), listed[1]
+        self._kept[call] = self._written(call, tensors, listed), listed.leaves
         if before is not None:
             self._ledger.remove(before[0])
 
-    def _written(self, call: int, tensors: Sequence[torch.Tensor | None], layout: int, leaves: tuple[Leaf, ...]) -> int:
+    def _written(self, call: int, tensors: Sequence[torch.Tensor | None], listed: _Listed) -> int:
         """Write an entry; gives its number."""
         extents: dict[Extent, int] = {}
         words: list[int] = []
         addresses: list[int] = []
         sizes: list[int] = []
-        data = b""
+        data = listed.pickled
         which = first = stop = 0  # of the last storage: many parameters lie side by side in one
-        for tensor, leaf in zip(tensors, leaves, strict=True):
+        for tensor, leaf in zip(tensors, listed.leaves, strict=True):
             if tensor is None:
                 words.append(0)
             elif leaf.kind == _INLINE:
@@ -217,7 +229,7 @@ class LastingValues:
                     which = extents.setdefault(extent, len(extents))
                     first, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
                 words.append(which << _AT | address - first)
-        return self._ledger.write(call, tuple(extents), (layout, *words), data, addresses, sizes)
+        return self._ledger.write(call, tuple(extents), (len(listed.pickled), *words), data, addresses, sizes)
 
     def shrink(self, call: int, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Note that some of a call's values are gone; called before their memory is freed.
@@ -239,17 +251,6 @@ class LastingValues:
         if call in self._kept:
             self._ledger.remove(self._kept.pop(call)[0])
 
-    def _layout(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> tuple[int, tuple[Leaf, ...]]:
-        """How to rebuild values of these kinds, and the number of the ledger's entry that says so."""
-        key = (*map(_kind, tensors), *specs)
-        found = self._layouts.get(key)
-        if found is None:
-            leaves = tuple(map(leaf_of, tensors))
-            number = -1 - len(self._layouts)
-            self._ledger.write(number, data=pickle.dumps((leaves, tuple(specs))))
-            found = self._layouts[key] = number, leaves
-        return found
-
     def take_over(self) -> Values:
         """The values that the process before this one kept, by the number of their call."""
         found = _values(take_over(self._arena))
@@ -265,21 +266,12 @@ def values_of(arena: Arena, rank: int) -> Values:
 
 
 def _values(records: Sequence[tuple[Record, list[torch.Tensor]]]) -> Values:
-    layouts = {one.number: pickle.loads(one.data) for one, _ in records if one.number < 0}
+    loads = functools.cache(pickle.loads)  # most calls list their values in the same words
     found: Values = {}
     for one, bases in records:
-        if one.number >= 0:
-            leaves, specs = layouts[one.words[0]]
-            found[one.number] = _tensors(one, leaves, bases), list(specs)
+        leaves, specs = loads(one.data[: one.words[0]])
+        found[one.number] = _tensors(one, leaves, bases), list(specs)
     return found
-
-
-def _kind(tensor: torch.Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    if not is_plain(tensor):
-        return "pickled", tensor.dtype
-    return tensor.shape, tensor.stride(), tensor.dtype, is_frozen(tensor)
 
 
 def leaf_of(tensor: torch.Tensor | None) -> Leaf:
@@ -287,15 +279,18 @@ def leaf_of(tensor: torch.Tensor | None) -> Leaf:
         return Leaf(_GONE, (), (), torch.float32, False, 0)
     if not is_plain(tensor):
         return Leaf(_PICKLED, (), (), tensor.dtype, is_frozen(tensor), 0)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    nbytes = extent_bytes(shape, stride, tensor.itemsize)
-    kind = _INLINE if nbytes <= SMALL_BYTES else _STORED
-    return Leaf(kind, shape, stride, tensor.dtype, is_frozen(tensor), nbytes)
+    return _plain(tensor.shape, tensor.stride(), tensor.dtype, is_frozen(tensor))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, frozen: bool) -> Leaf:
+    nbytes = extent_bytes(shape, stride, dtype.itemsize)
+    return Leaf(_INLINE if nbytes <= SMALL_BYTES else _STORED, tuple(shape), stride, dtype, frozen, nbytes)
 
 
 def _tensors(record: Record, leaves: Sequence[Leaf], bases: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = []
-    at = pickled = 0
+    at, pickled = 0, record.words[0]
     for leaf, word in zip(leaves, record.words[1:], strict=True):
         if leaf.kind == _GONE:
             found.append(None)

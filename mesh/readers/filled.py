@@ -18,7 +18,7 @@ from ..batch import Deal
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
-from ..spec import RAGGED, Layout, split_sizes, strided_sizes
+from ..spec import RAGGED, Layout, split_sizes
 from .asking import Asked, Reader, ask
 
 Found = dict[int, tuple[int, Any]]
@@ -149,7 +149,7 @@ def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[t
     """The shapes of all ranks' parts, which need not be even with virtual shards."""
     if about.whole is None or about.spec is None:
         return None
-    held = _held(layout, about.spec.dim_axes(0), strided_sizes(about.whole[0], shards))
+    held = _held(layout, about.spec.dim_axes(0), split_sizes(about.whole[0], shards))
     return tuple((count, *about.whole[1:]) for count in held)
 
 
@@ -165,5 +165,5 @@ def _deal(layout: Layout, found: Found, known: Deal) -> Deal:
     if known.shards is None:
         usual = all(_parts(layout, (layout.batch_axis,), sizes))
     else:
-        usual = sizes == strided_sizes(sum(sizes), known.shards)
+        usual = sizes == split_sizes(sum(sizes), known.shards)
     return known if usual else dataclasses.replace(known, sizes=tuple(sizes))

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from ...kernels.errors import SpmdError
 from ...kernels.limits import named_limits
+from ...kernels.listening import READ, WRITE, Listening
 from ...kernels.network.codec import Message
 from .. import wire
-from ..driver.sockets import READ, WRITE, Listening
 from ..hosts.coded import CodedReceiver, CodedSender, NotOfThisMesh, keep_alive
 from ..hosts.greeting import Greeted, answering, opening
 from ..rank.interrupts import uninterrupted

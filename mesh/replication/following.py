@@ -130,7 +130,7 @@ class _Join:
         self._all = NOWHERE if operator.shapes_only else joined([whole for whole, _ in self.reads])
         if self._all.origins and (moved or len(rows - {-1}) > 1):
             self._all = self._all._replace(statistic=f"{operator.name} at {self._all.line}")
-        if operator.seeded and _draws(func, args, kwargs):
+        if operator.seeded and _draws(self._operation.given()):
             self._all = joined([self._all, _of_random_numbers(net)])
 
     def _of(self, argument: Argument, item: Any) -> Varying:
@@ -211,19 +211,21 @@ def _key(tensor: Tensor) -> int:
 def is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an operation draws random numbers; attention and recurrent layers do so for their dropout alone."""
     operator = operator_of(func)
-    return operator.seeded and not any(
+    return operator.seeded and not _drops_nothing(Operation(operator, args, kwargs).given())
+
+
+def _drops_nothing(given: dict[str, Any]) -> bool:
+    return any(
         (name in _PROBABILITIES and isinstance(value, float) and value == 0.0)
         or (name in ("train", "training") and not value)
-        for name, value in Operation(operator, args, kwargs).given().items()
+        for name, value in given.items()
     )
 
 
-def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation draws from the generator that the region has seeded on each rank."""
-    if not is_random(func, args, kwargs):
-        return False
-    if Operation(operator_of(func), args, kwargs).given().get("generator") is not None:
-        return False  # the body's own, whose seed is not known
+def _draws(given: dict[str, Any]) -> bool:
+    """Whether an operation that may be random draws from the generator that the region has seeded on each rank."""
+    if _drops_nothing(given) or given.get("generator") is not None:
+        return False  # a generator of the body's own has a seed that is not known
     region = current()
     return region is None or torch.default_generator.initial_seed() == word_key("rng", *region.random)
 

@@ -24,7 +24,7 @@ from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
 from ..mesh.readers.stacked import Stacked
-from ..mesh.spec import REPLICATED, P, block_of, strided_sizes
+from ..mesh.spec import REPLICATED, P, block_of, split_sizes
 from ..transforms import Sampler
 from .random_numbers import one_thread, own_random_numbers, seed
 from .rows import collated
@@ -150,7 +150,7 @@ class MapReader(PartReader):
         """What is collated together: (the key of its random numbers, how many of the ids)."""
         if self.shards is None or self.collate is None:  # torch's default makes the same of all at once
             return [(mine, count)]
-        sizes = strided_sizes(total, self.shards)
+        sizes = split_sizes(total, self.shards)
         return [(shard, sizes[shard]) for shard in block_of(self.shards, parts, mine) if sizes[shard]]
 
     def _collated(self, ids: torch.Tensor, epoch: int, step: int, groups: list[tuple[int, int]]) -> Any:

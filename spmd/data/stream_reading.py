@@ -16,7 +16,7 @@ from typing import Any
 from ..mesh import trees
 from ..mesh.agreement import OutputMeta
 from ..mesh.rank.session import RankSession
-from ..mesh.spec import block_of, split_sizes, strided_sizes
+from ..mesh.spec import block_of, split_sizes
 from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import PartReader, described, joined, without_samples
@@ -56,7 +56,7 @@ class StreamReader(PartReader):
         ahead: tuple[int, int, int],
     ):
         super().__init__("the Loader's Stream", ahead)
-        self.stream, self.sizes, self.count = stream, strided_sizes(batch_size, count), count
+        self.stream, self.sizes, self.count = stream, split_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
         self._functions = [*stream.functions(), *(() if collate is None else (collate,))]  # may draw random numbers
         self._runs: OrderedDict[int, _Run] = OrderedDict()

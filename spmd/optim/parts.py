@@ -25,7 +25,7 @@ from ..mesh.region import current
 from ..mesh.spec import Sharded
 from .engine import Engine
 from .flat import divided, joined
-from .leaves import Leaf, State, declared_as, is_elementwise, layout_of, localized, refusal, refuse_torchs
+from .leaves import Leaf, State, declared_as, is_torchs, layout_of, localized, refusal, refuse_torchs
 from .slices import ALONE, Axis, Ranks, Slice, fetched
 
 # Elements. With "auto", leaves of one kind are sliced only if they have more than this together. For fewer, an exchange
@@ -38,7 +38,7 @@ _ONE_FOR_A_LEAF = {"step", "eta", "mu", "mu_product"}
 def check(cls: type[torch.optim.Optimizer], shard: Any, options: Mapping[str, Any]) -> None:
     """Refuse an optimizer whose step mixes elements of a parameter, and an axis that is no axis."""
     reason = refusal(cls)
-    if not is_elementwise(cls) and reason is None and _steps_differ_for_parts(cls, options):
+    if reason is None and not is_torchs(cls) and _steps_differ_for_parts(cls, options):
         reason = "steps a matrix otherwise than its two halves, flattened"
     if reason:
         raise SpecError(

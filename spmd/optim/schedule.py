@@ -68,7 +68,7 @@ class Schedule:
         """The hyper-parameters for a step, counted from 0; those that are not scheduled as in `hypers`."""
         if self._function is not None:
             rate = self._function(step)
-            return [{**hyper, "lr": _checked(rate, step, self._given)} for hyper in hypers]
+            return [{**hyper, "lr": _checked(rate, step)} for hyper in hypers]
         assert self._played is not None
         return [{**hyper, **new} for hyper, new in zip(hypers, self._played.at(step), strict=True)]
 
@@ -78,7 +78,7 @@ class Schedule:
         is_class = isinstance(given, type) and issubclass(given, lr_scheduler.LRScheduler)
         if not is_class:
             try:
-                _checked(given(0), 0, given)
+                _checked(given(0), 0)
             except Exception as error:
                 errors.append(error)
             else:
@@ -155,7 +155,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _checked(rate: Any, step: int, given: Any) -> Any:
+def _checked(rate: Any, step: int) -> Any:
     if isinstance(rate, numbers.Real | Tensor) and not isinstance(rate, bool):
         return rate
     raise SpecError(f"schedule= gave no number for step {step}", got=repr(rate), expected=_FORMS)

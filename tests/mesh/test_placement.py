@@ -92,20 +92,22 @@ def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
     ids=["container", "slice", "none", "version 1", "none, version 1", "no groups"],
 )
 def test_the_processor_time_that_a_container_gets(
-    proc: str | None, files: dict[str, str], limit: float, tmp_path: Path
+    proc: str | None, files: dict[str, str], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert processor_limit(*groups(tmp_path, proc, files)) == limit
+    set_groups(monkeypatch, tmp_path, proc, files)
+    assert processor_limit() == limit
 
 
-def groups(folder: Path, proc: str | None, files: dict[str, str]) -> tuple[str, str]:
-    """The paths of a file like /proc/self/cgroup, and of a folder like /sys/fs/cgroup with these files."""
+def set_groups(monkeypatch: pytest.MonkeyPatch, folder: Path, proc: str | None, files: dict[str, str]) -> None:
+    """Let /proc/self/cgroup have this text (None: there is none), and /sys/fs/cgroup these files."""
     if proc is not None:
         (folder / "proc").write_text(proc)
     for name, text in files.items():
         path = folder / "mounted" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return str(folder / "proc"), str(folder / "mounted")
+    monkeypatch.setattr(processes, "_GROUPS", str(folder / "proc"))
+    monkeypatch.setattr(processes, "_MOUNTED", str(folder / "mounted"))
 
 
 def memory_files(group: str, limit: str, used: int, cached: int, kills: int) -> dict[str, str]:
@@ -143,18 +145,18 @@ def memory_files(group: str, limit: str, used: int, cached: int, kills: int) -> 
     ids=["container", "more cached than used", "nested", "no limit within", "version 1", "nested, version 1"],
 )
 def test_the_memory_that_a_container_gets(
-    proc: str, files: dict[str, str], available: int, kills: int, tmp_path: Path
+    proc: str, files: dict[str, str], available: int, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = groups(tmp_path, proc, files)
-    assert available_bytes(*where) == available
-    assert memory_kills(*where) == kills
+    set_groups(monkeypatch, tmp_path, proc, files)
+    assert available_bytes() == available
+    assert memory_kills() == kills
 
 
 @pytest.mark.parametrize("proc", ["0::/a\n", "0::/a:b\n0::/../..\n", "\n"], ids=["v2", "odd names", "no group"])
-def test_memory_where_nothing_limits_it(proc: str, tmp_path: Path) -> None:
-    where = groups(tmp_path, proc, {"memory.stat": "anon 7\n"})
-    assert 1 << 20 < available_bytes(*where) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory_kills(*where) >= 0
+def test_memory_where_nothing_limits_it(proc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_groups(monkeypatch, tmp_path, proc, {"memory.stat": "anon 7\n"})
+    assert 1 << 20 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_kills() >= 0
 
 
 def test_ranks_and_threads_are_as_many_as_the_processor_time_is_for(

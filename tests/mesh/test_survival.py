@@ -341,6 +341,20 @@ def test_memory_of_dead_ranks_is_given_back(make_mesh):
     assert until(lambda: arena_bytes(mesh) <= sizes[1] + (8 << 20)), [*sizes, arena_bytes(mesh)]
 
 
+def test_what_is_written_down_of_values_goes_with_them(shared_mesh) -> None:
+    """Also how to rebuild them, in a program whose values have another shape each time."""
+    mesh = shared_mesh({"data": 2})
+    many = spmd(lambda x: [x + index for index in range(100)], in_specs=P(), out_specs=P(), mesh=mesh)
+
+    def run_with(sizes: range) -> int:
+        for size in sizes:
+            many(torch.ones(size, 0))[0].full()  # all of no bytes
+        return arena_bytes(mesh)
+
+    before = run_with(range(1, 10))
+    assert run_with(range(10, 200)) - before < 200_000
+
+
 def test_more_values_than_descriptors(tmp_path: Path):
     script = tmp_path / "many.py"
     script.write_text(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.spec import Layout, split_sizes, strided_sizes
+from ...mesh.spec import Layout, split_sizes
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,9 +43,7 @@ class VirtualShards:
         for owned in split_sizes(count, layout.axes[axis]):
             owners.append(range(start, start + owned))
             start += owned
-        return VirtualShards(
-            axis, [*sizes] if sizes else strided_sizes(total, count), owners, layout.coords(rank)[axis]
-        )
+        return VirtualShards(axis, [*sizes] if sizes else split_sizes(total, count), owners, layout.coords(rank)[axis])
 
     @property
     def total(self) -> int:
