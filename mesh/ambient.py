@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ..kernels.errors import SpecError
+from ..kernels.overlapping import Overlapping
 from .array import WAY
 from .rank import counted
 
@@ -102,7 +104,6 @@ def made_within_torch_func(where: str) -> SpecError:
 
 @contextlib.contextmanager
 def _under(settings: Ambient) -> Iterator[None]:
-    before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(settings.grad))
         for one in settings.autocast:
@@ -112,16 +113,38 @@ def _under(settings: Ambient) -> Iterator[None]:
         if settings.counting:
             stack.enter_context(counted.body_counted())
         if settings.deterministic is not None:
-            was, warned = (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-            stack.callback(torch.use_deterministic_algorithms, was, warn_only=warned)
-            torch.use_deterministic_algorithms(True, warn_only=settings.deterministic)
+            stack.enter_context(_of_process(_deterministic, settings.deterministic))
         if settings.precision is not None:
-            stack.callback(torch.set_float32_matmul_precision, _reduced_precision() or _HIGHEST)
-            torch.set_float32_matmul_precision(settings.precision)
-        if settings.dtype is not before:
-            torch.set_default_dtype(settings.dtype)
-            stack.callback(torch.set_default_dtype, before)
+            stack.enter_context(_of_process(_with_precision, settings.precision))
+        stack.enter_context(_of_process(_with_default, settings.dtype))
         yield
+
+
+@functools.cache
+def _of_process(setting: Callable[[Any], contextlib.AbstractContextManager[None]], value: Any) -> Overlapping:
+    """A setting that calls of objects share with the tasks that run meanwhile."""
+    return Overlapping(functools.partial(setting, value))
+
+
+@contextlib.contextmanager
+def _deterministic(warn_only: bool) -> Iterator[None]:
+    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    yield
+    torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
+@contextlib.contextmanager
+def _with_precision(precision: str) -> Iterator[None]:
+    before = _reduced_precision() or _HIGHEST
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def _with_default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)

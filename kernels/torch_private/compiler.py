@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from ..overlapping import Overlapping
 
 
 def has_compiler() -> bool:
@@ -168,29 +169,7 @@ def _nothing() -> None:
     """A function to compile, for the sake of its context."""
 
 
-class _ForcedEager:
-    """The stance that runs nothing compiled, from the first to the last of blocks that overlap: all threads share one.
-
-    If each block set it and put back what it had found, the last one would leave it for ever.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._blocks = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._blocks:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self._blocks += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if not self._blocks:
-                self._stance.__exit__(None, None, None)
-
-
-_forced_eager = _ForcedEager()
+_forced_eager = Overlapping(lambda: torch.compiler.set_stance("force_eager"))
 
 
 @contextlib.contextmanager

@@ -92,6 +92,21 @@ class Chain:
         return self.other.echo(value)  # a Ref, which it does not wait for
 
 
+def settings() -> tuple[torch.dtype, bool, str]:
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+class Held:
+    def wait(self, begun: Path, ends: Path) -> tuple[torch.dtype, bool, str]:
+        begun.touch()
+        assert until(ends.exists)
+        return settings()
+
+
 HOSTS = pytest.mark.parametrize("hosts", [None, "local:2x1"], ids=["one host", "two hosts"])
 
 
@@ -261,6 +276,28 @@ def test_a_call_does_not_wait_for_regions(mesh: Mesh) -> None:
     flag.add(1).get()
     waiting.join(HANGS)
     assert not waiting.is_alive()
+
+
+def test_a_call_that_ends_leaves_torchs_settings_to_what_runs_meanwhile(one_host: Mesh, tmp_path: Path) -> None:
+    held, begun, ends, usual = one_host.remote(Held, rank=0), tmp_path / "begun", tmp_path / "ends", settings()
+
+    def body() -> tuple[torch.dtype, bool, str]:
+        ends.touch()
+        time.sleep(0.3)  # the call ends
+        return settings()
+
+    with contextlib.ExitStack() as stack:
+        for name, now, then in (
+            ("set_default_dtype", torch.float64, usual[0]),
+            ("use_deterministic_algorithms", True, usual[1]),
+            ("set_float32_matmul_precision", "high", usual[2]),
+        ):
+            getattr(torch, name)(now)
+            stack.callback(getattr(torch, name), then)
+        ref = held.wait(begun, ends)
+        assert until(begun.exists)
+        assert [*one_host.run(body), ref.get()] == [(torch.float64, True, "high")] * 3
+    assert one_host.run(settings) == [usual] * 2
 
 
 def test_waits_end(mesh: Mesh) -> None:
