@@ -3,12 +3,13 @@
 `follow` runs a body under two of torch's modes. The dispatch mode sees forward, backward, views, in-place and `out=`
 operations alike, also under torch.func and checkpointing, and joins the marks of each operation's inputs. The function
 mode sees Python numbers that depend on the rank (`VaryingInt`), which are plain numbers further down. What leaves
-torch, as by `.item()`, is lost; comparing values may find that.
+torch, as by `.item()`, is lost, but for statistics; comparing values may find that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -161,6 +162,8 @@ class _Join:
         """Note how what the operation wrote, and what it returned, varies."""
         net, operation = self._net, self._operation
         name, overwrites = operation.name, operation.operator.overwrites
+        if isinstance(result, float) and self._all.statistic and _is_no_constant(result):
+            net.numbers[result] = self._all.statistic
         for value in self.written:
             for index, count, tensor in _entries(value):
                 varying = self._at(index, count) if isinstance(value, list | tuple) else self._all
@@ -197,6 +200,11 @@ def _entries(value: Any) -> Iterator[tuple[int, int, Tensor]]:
     """Each tensor in a value, with the index of its entry and how many entries there are, if that is a list."""
     items = value if isinstance(value, list | tuple) else [value]
     return ((index, len(items), tensor) for index, item in enumerate(items) for tensor in tensors_in(item))
+
+
+def _is_no_constant(number: float) -> bool:
+    """Whether a program has hardly written this number, as it may 0.5, 2 or infinity."""
+    return math.isfinite(number) and not (1024 * number).is_integer()
 
 
 def _only_scales(argument: str, kwargs: dict) -> bool:

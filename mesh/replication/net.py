@@ -138,8 +138,8 @@ class Net:
         self.axes = frozenset(name for name, size in sizes.items() if size > 1)
         self.samples, self.split = 0, tuple[str, ...]()
         """How many samples of a split batch this rank has, and the axes along which it is split."""
-        self.asked = False
-        """Whether the body has asked for its place in the mesh, and so may do other things on other ranks."""
+        self.asked = False  # whether the body asked for its place in the mesh: ranks may do different things then
+        self.numbers: dict[float, str] = {}  # statistics that `.item()` made numbers of, with what computed them
         self._storages: dict[int, tuple[Any, Varying]] = {}  # the first entry keeps the address from being reused
         self._paused = 0
 

@@ -86,6 +86,10 @@ def losses(p: Any, b: Any) -> Tensor:
     return F.cross_entropy(net(p, b), b["label"], reduction="none")
 
 
+def normed(p: Any, b: Any) -> Tensor:
+    return (F.instance_norm(net(p, b)[:, None]) * b["other"][:, None]).square().mean((1, 2))
+
+
 def token_losses(p: Any, b: Any) -> Tensor:
     return p["0.weight"][b["token"]].square().mean(-1)
 
@@ -143,6 +147,8 @@ NO_MEANS: dict[str, Callable] = {
     "deviation": lambda p, b: net(p, b).std(),
     "correlation": correlation,
     "median": lambda p, b: losses(p, b).median(),
+    "deviation after instance norm": lambda p, b: normed(p, b).std(),
+    "instance norm of a transposed batch": lambda p, b: (F.instance_norm(net(p, b).T[None])[0].T * b["other"]).mean(),
     "maximum": lambda p, b: losses(p, b).max(),
     "quantile": lambda p, b: losses(p, b).quantile(0.9),
     "hardest": lambda p, b: losses(p, b).topk(3).values.mean(),
@@ -276,6 +282,7 @@ def counted_by_all(p: Any, b: Any) -> Tensor:
 
 MEANS: dict[str, Callable] = {
     "label smoothing": lambda p, b: F.cross_entropy(net(p, b), b["label"], label_smoothing=0.1),
+    "instance norm": lambda p, b: normed(p, b).mean(),
     "mean square": lambda p, b: F.mse_loss(net(p, b), b["other"]),
     "Huber": lambda p, b: F.huber_loss(net(p, b), b["other"]),
     "binary": lambda p, b: F.binary_cross_entropy_with_logits(net(p, b)[:, 0], b["flag"]),

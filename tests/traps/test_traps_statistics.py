@@ -42,8 +42,8 @@ def losses(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x @ p["w"], y, reduction="none")
 
 
-def weighted(p: Any, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    return (losses(p, x, y) * weight).mean()
+def weighted(p: Any, x: Tensor, y: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    return (losses(p, x, y) * weight / scale).mean()
 
 
 def advantages(p: Any, b: Any) -> Any:
@@ -135,6 +135,16 @@ def if_any(p: Any, b: Any) -> Any:
     return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"] * (b["gain"] > 2).any())
 
 
+def number(p: Any, b: Any) -> Any:
+    scale = b["gain"].std().item()
+    return value_and_grad(weighted)(p, b["x"], b["y"], b["gain"], scale)
+
+
+def number_held(p: Any, b: Any) -> Any:
+    centre = float(b["gain"].mean())
+    return value_and_grad(lambda p: weighted(p, b["x"], b["y"], b["gain"] - centre))(p)
+
+
 STATISTICS = {
     advantages: "mean",
     features: "mean",
@@ -154,6 +164,8 @@ STATISTICS = {
     largest_of_classes: "scatter_reduce_",
     principal: "_linalg_svd",
     if_any: "any",
+    number: "std",
+    number_held: "mean",
 }
 
 
@@ -236,8 +248,15 @@ def of_torchs_gradients(p: Any, b: Any) -> Any:
     return value_and_grad(lambda p, x: losses(p, x, b["y"]).mean())(p, b["x"] + 0.1 * along.sign())
 
 
+def numbers(p: Any, b: Any) -> Any:
+    """One that ranks share, one of a single sample, one that is not given to the loss, and a constant."""
+    scale, first, _ = pmean(b["gain"].mean(), "data").item(), b["gain"][0].item(), b["gain"].std().item()
+    largest = b["gain"].clamp(max=0.5).max().item()
+    return value_and_grad(lambda p: weighted(p, b["x"], b["y"], b["gain"] - first, scale / 0.5))(p), largest
+
+
 NONE = (averaged, gathered, of_each_sample, within_each_sample, one_by_one, of_parameters, a_count)
-NONE += (of_gradients, of_torchs_gradients)
+NONE += (of_gradients, of_torchs_gradients, numbers)
 
 
 @pytest.mark.parametrize("step", NONE)

@@ -28,15 +28,19 @@ def warn_of_statistics(call: Call, out: Output, axis: str) -> bool:
     if net is None or call.region is None or call.region.session.rank != 0:
         return False
     for leaf in given_to(call):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.dtype is torch.bool):
+        if isinstance(leaf, float):
+            statistic, dims = net.numbers.get(leaf, ""), 0
+        elif isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.dtype is torch.bool):
+            statistic, dims = net.of(leaf).statistic, leaf.dim()
+        else:
             continue
-        statistic = net.of(leaf).statistic
-        if not statistic or not (leaf.dim() or out.count is None):  # the count of a mean_of is each rank's own
+        if not statistic or not (dims or out.count is None):  # the count of a mean_of is each rank's own
             continue
+        got = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"the number {leaf:.6g}"
         warn(
             f"{call.name} is not a mean over samples of the whole batch: it is given what the step computed of "
             "this rank's samples together",
-            got=f"a tensor of shape {list(leaf.shape)}, which comes of {statistic}",
+            got=f"{got}, which comes of {statistic}",
             remedy=f"compute it of the whole batch: pmean(x.mean(), {axis!r}), or x = all_gather(x, {axis!r}, "
             "tiled=True) before (docs/losses.md); or, if each rank's own is meant, "
             'warnings.filterwarnings("ignore", ".*is not a mean over samples")',

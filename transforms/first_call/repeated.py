@@ -226,6 +226,8 @@ def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation is a batch norm in training."""
     if "batch_norm" not in operation_name(func):
         return False
+    if args[0].shape[0] == 1:  # an instance norm, to which samples are channels
+        return False
     given = Operation(operator_of(func), args, kwargs).given()
     return bool(given.get("training", "no_training" not in operation_name(func)))
 
