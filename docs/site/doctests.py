@@ -28,15 +28,8 @@ def methods_elsewhere(cls: type) -> Iterator[tuple[str, str]]:
 def fenced(text: str) -> str:
     """Each doctest, up to the empty line behind it, between fences.
 
-    >>> print(fenced("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo."))
-    One.
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
-    <BLANKLINE>
-    Two.
+    >>> fenced("One.\\n\\n>>> 1 + 1\\n2\\n\\nTwo.")
+    'One.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```\\n\\nTwo.'
     """
     lines, inside = [], False
     for line in [*text.splitlines(), ""]:

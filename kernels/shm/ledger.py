@@ -120,11 +120,11 @@ class Ledger(Entries):
     def write(
         self,
         number: int,
-        extents: Sequence[Extent] = (),
-        words: Sequence[int] = (),
-        data: bytes = b"",
-        addresses: Sequence[int] = (),
-        sizes: Sequence[int] = (),
+        extents: Sequence[Extent],
+        words: Sequence[int],
+        data: bytes,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
     ) -> int:
         """Add an entry; returns its index in the table.
 
@@ -138,8 +138,7 @@ class Ledger(Entries):
         total = at + sum(sizes)
         offset = self._heap.allocate(total)
         _words(count).pack_into(self._bytes, offset, total, number, len(extents), len(words), len(data), *flat, *words)
-        if data:
-            self._bytes[offset + body : offset + body + len(data)] = data
+        self._bytes[offset + body : offset + body + len(data)] = data
         self._copy(offset + at, addresses, sizes)
         entry = self._free.pop() if self._free else self._new_entry()
         self._sizes[entry] = total

@@ -70,6 +70,7 @@ def tcp(host: str | None, job: int | None, step: int = 0) -> str | None:
 
 
 def url(host: str, port: object) -> str:
+    """Where a store listens, as `init_method` takes it; an IPv6 address needs its brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
