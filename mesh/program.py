@@ -193,7 +193,7 @@ class CompiledCall:
         if watched is not None:
             self._looked_at.clear()
         region = Region(
-            *(self._session, key, self._mesh, self._plan.batch),
+            *(self._session, key, self._mesh, self._program.body, self._plan.batch),
             pure=True,
             captured=self._captured.trainable,
             looked_at=self._looked_at,

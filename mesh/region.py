@@ -34,6 +34,7 @@ class Region:
     Attributes:
         session: the mesh as this rank knows it.
         key: what this region's random numbers are made from.
+        body: the function that runs in it, of an @spmd function.
         batch: how the batch that came in was split.
         plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
@@ -56,6 +57,7 @@ class Region:
     session: RankSession
     key: tuple
     mesh: Any = None
+    body: Any = None
     batch: BatchSplit = dataclasses.field(default_factory=BatchSplit)
     plan: object = None
     random: tuple = ()

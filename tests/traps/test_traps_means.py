@@ -529,6 +529,43 @@ def test_it_is_told_once(mesh: Mesh) -> None:
     assert len(found) == 1
 
 
+class Power(nn.Module):
+    """Of the mean loss; with the exponent 1 it is a mean over samples, with 2 it is not."""
+
+    def __init__(self, exponent: float) -> None:
+        super().__init__()
+        self.exponent = exponent
+
+    def forward(self, out, label):
+        return F.cross_entropy(out, label) ** self.exponent
+
+    def loss(self, p, b):
+        return self(net(p, b), b["label"])
+
+
+def loss_of(criterion: nn.Module) -> Callable:
+    return lambda p, b: criterion(net(p, b), b["label"])
+
+
+def test_each_of_many_losses_with_the_same_code_is_judged(mesh: Mesh) -> None:
+    """Those of a sweep in one program, though others were right, or have given a warning."""
+    exponents = [1.0] * 9 + [2.0, 3.0]
+    assert [len(warned(mesh, loss_of(Power(one)))) for one in exponents] == [one > 1 for one in exponents]
+
+
+@pytest.mark.parametrize("made", [loss_of, lambda criterion: criterion.loss], ids=["function", "method"])
+def test_losses_with_the_same_code_in_one_step_are_all_judged(mesh: Mesh, made: Callable) -> None:
+    criteria = Power(1.0), Power(2.0)
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(params, batch):
+        return [value_and_grad(made(criterion))(params, batch)[0] for criterion in criteria]
+
+    with pytest.warns(UserWarning, match="is not a mean over samples"):
+        fetch(step(PARAMS, BATCH))
+
+
 def test_that_a_loss_is_evaluated_again_is_not_seen(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     """Each rank logs once in a call, and random numbers go on as they would have."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,10 @@ _EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _MOST = 4096  # how many functions are remembered as checked
 _looked_at: set[Any] = set()  # for regions without a signature, those of `mesh.run`
 _SIGNATURES = 8  # how many signatures of a function are judged; every batch may have its own
-_judged: collections.Counter[Any] = collections.Counter()
+_ALIKE = 64  # and how many of functions with the same code, which may be defined anew for each call
+_judged: collections.Counter[Any] = collections.Counter()  # by code
+# By the body of a region, so that what only the captured values distinguish is judged, too.
+_judged_in: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, communicates: bool, hooked: bool) -> None:
@@ -78,7 +82,7 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
     if split and rows and not communicates:
         is_judged = not was_warned and _is_judged(call, out)
         if look_at_samples(call, out, aux, batch, split, is_judged=is_judged):
-            _judged[_code(call.function)] = _SIGNATURES  # no second warning at the next signature
+            _note_warned(call)
     if is_judged and not bool(out.value.isfinite().all()):
         return
     if len(looked_at) >= _MOST:
@@ -111,15 +115,29 @@ def _is_judged(call: Call, out: Output) -> bool:
     """Whether to find out now if a step's function is a mean over samples."""
     if call.nested or not call.plan.samples or torch_private.is_fake(out.value):
         return False
+    key, judged = _code(call.function), _judged_with(call)
     if len(_judged) >= _MOST:
         _judged.clear()
-    key = _code(call.function)
+    judged[key] += 1
     _judged[key] += 1
-    return _judged[key] <= _SIGNATURES
+    return judged[key] <= _SIGNATURES and _judged[key] <= _ALIKE
 
 
-def _code(function: Any) -> tuple[Any, ...]:
-    """A key of what a function computes: its code, and the strings, flags and functions that it or its object holds."""
+def _note_warned(call: Call) -> None:
+    """No second warning at the next signature, and few of functions with the same code."""
+    key = _code(call.function)
+    _judged_with(call)[key] = _SIGNATURES
+    _judged[key] += _ALIKE // _SIGNATURES
+
+
+def _judged_with(call: Call) -> collections.Counter[Any]:
+    """How often functions were judged in regions with the same body, by their code."""
+    body = None if call.region is None else call.region.body
+    return _judged_in.setdefault(look if body is None else body, collections.Counter())
+
+
+def _code(function: Any, depth: int = 2) -> tuple[Any, ...]:
+    """A key of what a function computes: its code, and the strings, flags, modules and functions that it holds."""
     held: list[Any] = []
     while isinstance(function, functools.partial):
         held += [*function.args, *function.keywords.values()]
@@ -129,20 +147,43 @@ def _code(function: Any) -> tuple[Any, ...]:
         held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     else:
         owner = function.__self__ if isinstance(function, types.MethodType) else function
-        held += [function, *getattr(owner, "__dict__", {}).values()]
-    words = tuple(word for word in map(_word, held) if isinstance(word, _WORDS))
-    return getattr(function, "__code__", type(function)), words
+        held += [owner, *getattr(owner, "__dict__", {}).values()]
+    return getattr(function, "__code__", type(function)), tuple(_words(held, depth))
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType)
-_WORDS = (str, bool, types.CodeType)
+def _words(held: Iterable[Any], depth: int) -> Iterator[Any]:
+    """What a loss may depend on of what it holds, and of what that holds; numbers may count calls."""
+    for one in held:
+        cls: Any = type(one)
+        kind = _kind(cls)
+        if kind == "word":
+            yield one
+        elif kind == "function":
+            yield _code(one, depth - 1) if depth else getattr(one, "__code__", None)
+        elif kind == "module":
+            yield id(one), _word(vars(one).get("reduction"))
+        elif kind == "holder" and depth:
+            yield from _words(vars(one).values(), 0)
+        elif kind == "reduction":
+            yield _word(one.reduction)
 
 
-def _word(held: Any) -> Any:
-    """What a loss may depend on of what it holds; of a module like nn.MSELoss that is its `reduction`."""
-    if "reduction" in getattr(held, "__dict__", ()) or hasattr(type(held), "reduction"):
-        return getattr(held, "reduction", None)
-    return getattr(held, "__code__", None) if isinstance(held, _FUNCTIONS) else held
+def _word(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(cls: type[Any]) -> str:
+    """What an object of a class may tell of a loss that holds it; empty if nothing."""
+    if issubclass(cls, str | bool):
+        return "word"
+    if issubclass(cls, types.FunctionType | types.MethodType | functools.partial):
+        return "function"
+    if issubclass(cls, nn.Module):
+        return "module"
+    if hasattr(cls, "reduction"):
+        return "reduction"
+    return "holder" if getattr(cls, "__dictoffset__", 0) and not issubclass(cls, Tensor | type) else ""
 
 
 # -- the tape ----------------------------------------------------------------------------------------------------------
