@@ -254,6 +254,7 @@ class ShippedObjects:
     def _read_anew(self) -> None:
         """Send everything again, since after a reload of modules names mean something else on the ranks."""
         self.drop_naming_values()
+        self.followed.clear()  # the same call has other code now
         for what, packet in self.for_newcomer():
             self._session.tell(what, packet)
 

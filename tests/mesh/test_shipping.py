@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
 import functools
 import gc
 import linecache
@@ -618,6 +619,23 @@ def shipped_on_rank() -> int:
 
     (state,) = [obj for obj in gc.get_objects() if issubclass(type(obj), RankState)]
     return len(state._shipped)
+
+
+@dataclasses.dataclass
+class Added:
+    """One that can't be hashed, since it is compared by value."""
+
+    by: int
+
+    def __call__(self, x):
+        return x + self.by
+
+
+def test_a_function_that_is_sent_for_one_call_is_there_for_that_call(shared_mesh):
+    mesh, added = shared_mesh({"data": 2}), Added(1)
+    assert mesh.run(added, 1) == [2, 2] and mesh.run(Added(2), 1) == [3, 3] and mesh.submit(Added(3), 1).result() == 4
+    added.by = 4
+    assert mesh.run(added, 1) == [5, 5]
 
 
 def test_a_dropped_function_frees_its_mesh():
