@@ -194,8 +194,10 @@ def _message(
     def content() -> wire.Packet:
         return content_of(driver, (settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
 
-    def make(*args: Any, **fields: Any) -> protocol.CallFunction:  # it keeps `shipped` alive until the message is sent
-        return protocol.CallFunction(*args, function=shipped.key, **fields)
+    def make(
+        number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...], **how: Any
+    ) -> protocol.CallFunction:  # it keeps `shipped` alive until the message is sent
+        return protocol.CallFunction(number, region, freed, forgotten, function=shipped.key, **how)
 
     return make, content
 

@@ -16,7 +16,7 @@ import torch
 from ...kernels.errors import SpecError
 from ...kernels.torch_private import versions
 from .. import trees
-from ..array import refuse_ragged
+from ..batch import refuse_ragged
 from ..region import require, reseed
 from ..spec import P, ragged_shape
 from .local_values import shapes_over
