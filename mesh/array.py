@@ -49,7 +49,7 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
-    shards: tuple[tuple[int, ...], ...] | None = None
+    shards: tuple[tuple[int, ...], ...] | None = dataclasses.field(default=None, repr=False)
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P, shards: Any = None) -> Meta:

@@ -275,6 +275,14 @@ def test_uneven_shards(shared_mesh: Any) -> None:
     assert batch.sum().item() == 21 and (batch - batch.mean()).abs().max().item() == 3
 
 
+def test_shards_that_lie_in_memory_otherwise_than_before(shared_mesh: Any) -> None:
+    """DTensor may leave one result cut, and not another of equal shape."""
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(32.0).view(4, 8)
+    for x in (plain, plain.t().contiguous().t(), plain):
+        found = put(x, P("data"), mesh=mesh).flatten()
+        assert found.sum().item() == 496 and (found * torch.arange(32.0))[5].item() == 25
+
+
 def test_shards_whose_sizes_a_step_has_chosen(shared_mesh: Any) -> None:
     """Also where their total is even, or was another one at the last such call, which nobody has waited for."""
     mesh, plain = shared_mesh({"data": 2}), torch.tensor([5.0, 1, 7, 3, 2, 9, 8, 4])
