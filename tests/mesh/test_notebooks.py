@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -380,9 +381,12 @@ def test_a_call_of_code_that_was_loaded_again_is_a_first_call(
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "loaded_with_a_mistake.py"
     file.write_text("import spmd\n\ndef total(x):\n    return spmd.psum(x.sum(), 'data')\n")
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setitem(sys.modules, "another_that_goes", types.ModuleType("another_that_goes"))
+    assert mesh.run(lambda: 1) == [1, 1]
+    monkeypatch.delitem(sys.modules, "another_that_goes")  # so that there are as many modules as before
     module = importlib.import_module("loaded_with_a_mistake")
     monkeypatch.setitem(sys.modules, "loaded_with_a_mistake", module)
-    mesh = make_mesh({"data": 2})
     total, x = spmd(module.total, mesh=mesh, in_specs=P("data")), torch.ones(2)
     assert [float(total(x)) for _ in range(2)] == [2, 2]
     file.write_text("def total(x):\n    return x.sum()\n")  # the same on both ranks, by chance
