@@ -235,6 +235,10 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
     turned = put(torch.ones(8), P(("model", "data")), mesh=mesh)
     with pytest.raises(SpecError, match="another order"):
         mesh.run(turned.to_dtensor)
+    some = spmd.spmd(lambda x: x[: 1 + 2 * spmd.axis_index("data")], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    chosen = some(torch.ones(8))  # one and three
+    with pytest.raises(SpecError, match=r"whose sizes a step has chosen.*got \[1\] of \[4\]"):
+        mesh.run(chosen.to_dtensor)
 
     def uneven() -> None:
         from torch.distributed.tensor import Shard, distribute_tensor
