@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ FIRST_BYTES = 1 << 20
 _LEAF_BYTES = 1 << 16  # for smaller leaves, a hook for each costs more than it gains that their sum starts early
 _GAP_BYTES = 1 << 14  # zeroing so many bytes takes about as long as making a view
 _ALIGN = 64  # bytes; leaves start at cache lines
+_PLANS = 256
 ALIGNED = 64  # elements; leaves that an optimizer updates as one flat tensor start at multiples of it
 
 
@@ -330,7 +331,16 @@ def _plan(
     products: frozenset[int],
 ) -> _Plan:
     key = (leaves, bucket_bytes, wire_dtype, products)
-    plan = comm.plans.get(key)
-    if plan is None:
-        plan = comm.plans[key] = _Plan(*key)
-    return plan
+    found: _Plan = kept_plan(comm, key, functools.partial(_Plan, *key))
+    return found
+
+
+def kept_plan(comm: Communicator, key: Any, make: Callable[[], Any]) -> Any:
+    """A plan that the communicator keeps from step to step; those made long ago are forgotten."""
+    plans = comm.plans
+    found = plans.get(key)
+    if found is None:
+        if len(plans) >= _PLANS:
+            del plans[next(iter(plans))]
+        found = plans[key] = make()
+    return found

@@ -21,6 +21,7 @@ _PERM = (
     "give all ranks the same perm, with a pair for every rank that sends: perm=[(i, (i + 1) % n) for i in range(n)], "
     "without axis_index"
 )
+_CALLS = 4096  # that are remembered
 _MOVE = ("all_gather", "all_to_all")  # samples to other ranks, of which ranks may have unequal numbers
 
 
@@ -80,6 +81,8 @@ class Call:
             kind = "" if dtype is None else " " + dtype_name(dtype)
             text = f"{name}{kind}{'' if sizes is None else list(sizes)}{f' ({detail})' if detail else ''}"
             text += f" {label}" if label else ""
+            if len(self._known) >= _CALLS:
+                self._known.clear()
             known = self._known[key] = (word_key(*map(str, key[:5])), text)
         self.signature, self.text = known
 

@@ -166,8 +166,26 @@ def assemble(
         shape = layout.global_shape(shapes, leaf.spec)
         if ragged:
             shape = ragged_shape(shape, shapes, leaf.spec)
-        results.append(Result(meta(shape, leaf.dtype, leaf.spec), shapes=shapes))
+        about = meta(shape, leaf.dtype, leaf.spec, unusual(layout, shapes, shape, leaf.spec))
+        results.append(Result(about, shapes=shapes))
     return Assembled(treedef, results)
+
+
+def unusual(
+    layout: Layout, shapes: tuple[tuple[int, ...], ...], shape: tuple[int, ...], spec: P
+) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes of all ranks' shards, if these are other ones than `Layout.slices` would cut; else None.
+
+    >>> layout = Layout((("data", 2),))
+    >>> unusual(layout, ((4,), (3,)), (7,), P("data")), unusual(layout, ((4,), (2,)), (6,), P("data"))
+    (None, ((4,), (2,)))
+    """
+    if all(each == shapes[0] for each in shapes):
+        return None
+    dims = range(len(spec.entries))
+    usual = [layout.shard_shape(shape, spec, rank) for rank in range(layout.size)]
+    is_unusual = any(its[dim] != own[dim] for its, own in zip(shapes, usual, strict=True) for dim in dims)
+    return shapes if is_unusual else None
 
 
 @functools.lru_cache(maxsize=64)

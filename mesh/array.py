@@ -29,16 +29,6 @@ _OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # would be those of a t
 MOST_SHOWN = 16  # elements; a larger value is printed without its numbers
 
 
-def refuse_ragged(shape: Sequence[int]) -> None:
-    """Refuse to make one tensor of shards that differ in a dimension that is not cut."""
-    if RAGGED in shape:
-        raise SpecError(
-            "the ranks' parts of this batch cannot be joined to one tensor",
-            got=f"other sizes of dimension {list(shape).index(RAGGED)} on other ranks",
-            remedy="have collate_fn pad to one length, or use .shards()",
-        )
-
-
 WAY = "differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)"
 FREEZE = "model.requires_grad_(False) before functional(model); for a while, None in its place among grads"
 
@@ -50,16 +40,23 @@ def refuse_gradients(problem: str, remedy: str = WAY) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Meta:
-    """What an Array shows: its global shape, dtype and spec. Made by `meta`, so that equal ones are one object."""
+    """What an Array shows: its global shape, dtype and spec. Made by `meta`, so that equal ones are one object.
+
+    Attributes:
+        shards: the shapes of all ranks' shards; None if they are cut as by `Layout.slices`.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: P
+    shards: tuple[tuple[int, ...], ...] | None = dataclasses.field(default=None, repr=False)
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P) -> Meta:
-    return Meta(shape, dtype, spec)
+def meta(shape: tuple[int, ...], dtype: torch.dtype, spec: P, shards: Any = None) -> Meta:
+    return _made(shape, dtype, spec, shards)  # always with all four, or there would be two for the same values
+
+
+_made = functools.lru_cache(maxsize=1 << 16)(Meta)
 
 
 class Source(Protocol):
@@ -67,6 +64,7 @@ class Source(Protocol):
 
     Attributes:
         hints: shape, dtype and spec of each, without waiting: until the call is over, those of the last such call.
+        sure: whether the hints are right, if those of the values that went into the call are.
         deal: how a `Loader` dealt them.
         donated: the index of each value that was donated -> the name of the function that got its memory.
 
@@ -74,6 +72,7 @@ class Source(Protocol):
     """
 
     hints: Sequence[Meta]
+    sure: bool
     deal: Deal | None
     donated: dict[int, str]
 

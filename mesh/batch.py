@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from ..kernels.errors import SpecError
 from . import trees
+from .spec import RAGGED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +129,16 @@ def _is_column(leaf: Any, length: int) -> bool:
         return hasattr(type(leaf), "__getitem__") and len(leaf) == length
     except TypeError:  # it has no length
         return False
+
+
+def refuse_ragged(shape: Sequence[int]) -> None:
+    """Refuse to make one tensor of shards that differ in a dimension that is not cut."""
+    if RAGGED in shape:
+        raise SpecError(
+            "the ranks' parts of this batch cannot be joined to one tensor",
+            got=f"other sizes of dimension {list(shape).index(RAGGED)} on other ranks",
+            remedy="have collate_fn pad to one length, or use .shards()",
+        )
 
 
 _PLAIN = (str, bytes, bool, int, float)

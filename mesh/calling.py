@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,6 +121,7 @@ class _Ready:
     deal: Deal | None
     plan: InputPlan
     moves: list[tuple[int, Any]]
+    sized: list[int]
     known: DriverCall | LaunchedCall | None
 
 
@@ -130,18 +132,18 @@ def _ready(
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)
     known = calls.find(signature)
-    if known is not None and known.cuts and _were_resized([leaves[index] for index in known.cuts]):
+    if known is not None and known.sized and _were_resized([leaves[index] for index in known.sized]):
         signature, deal = _signature(leaves, spans, treedef, settings)
         known = calls.find(signature)
     if known is None or not known.accepts(mesh, leaves, spans):
         wanted = callee.request(mesh, *tree)
         signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
-        plan, moves = wanted.plan(settings), _moves(leaves, wanted)
-        return _Ready(wanted.leaves, treedef, spans_of(wanted.leaves), signature, deal, plan, moves, None)
+        settled = wanted.plan(settings), _moves(leaves, wanted), _sized(wanted)
+        return _Ready(wanted.leaves, treedef, spans_of(wanted.leaves), signature, deal, *settled, None)
     for index, spec in known.moves:
         leaves[index] = put_on(mesh, leaves[index], spec)
     spans = spans_of(leaves) if known.moves else spans
-    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known)
+    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known.sized, known)
 
 
 def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Ready) -> DriverCall | LaunchedCall:
@@ -162,7 +164,7 @@ def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Re
         made = LaunchedCall(mesh, session, program, *settled, choice)
     else:
         made = alike.for_other_shapes(ready.moves)
-    made.cuts = _cuts(ready.leaves, ready.plan)
+    made.sized = ready.sized
     return made
 
 
@@ -294,19 +296,26 @@ def _form(tensor: torch.Tensor) -> tuple:
     return shape, tensor.dtype, layout, tensor.is_meta, torch.Tensor if kind is torch.nn.Parameter else kind
 
 
-def _cuts(leaves: list[Any], plan: InputPlan) -> list[int]:
-    """Indices of the whole Arrays that are cut when they are passed."""
+def _sized(wanted: Request) -> list[int]:
+    """Indices of the Arrays on whose shapes a call depends: whole ones that are cut when they are passed, and a batch.
+
+    A `Loader`'s has the shape that it shows.
+    """
     return [
         index
-        for index, (leaf, wanted) in enumerate(zip(leaves, plan.leaves, strict=True))
-        if type(leaf) is Array and wanted.spec is not None and wanted.spec.entries and not leaf.hint().spec.entries
+        for index, (leaf, spec) in enumerate(zip(wanted.leaves, wanted.specs, strict=True))
+        if type(leaf) is Array
+        and leaf.deal is None
+        and (index in wanted.uneven or (spec is not None and spec.entries and not leaf.hint().spec.entries))
     ]
 
 
 def _were_resized(arrays: list[Array]) -> bool:
-    """Wait for some Arrays; whether their shapes turned out other than their hints said."""
-    hints = [array.hint() for array in arrays]
-    return any(array.shape != hint.shape for array, hint in zip(arrays, hints, strict=True))
+    """Wait for some Arrays; whether they turned out other than their hints said."""
+    unsure = [array for array in arrays if not array._source.sure]
+    hints = [array.hint() for array in unsure]
+    found = [array._source.meta(array._index) for array in unsure]
+    return any(map(operator.is_not, found, hints))
 
 
 def _choice(leaves: list[Any], plan: InputPlan) -> int:

@@ -172,9 +172,10 @@ class CompiledCall:
             again: as in `CallProgram`.
         """
         if specs != self._array_specs:
-            self._inputs, self._array_specs = self._inputs_of(specs), specs
+            self._inputs = self._inputs_of(specs)
             own = [leaf.spec is None for leaf in self._plan.leaves]
             self._cut = [index for index, one in enumerate(self._inputs) if one and one[0].entries and own[index]]
+            self._array_specs = specs  # the last, since Ctrl-C may come at any moment
         local = self._enter(values)
         entered = versions(tensors := [x for x in local if isinstance(x, torch.Tensor)])
         for tensor, count in zip(tensors, entered, strict=True):

@@ -36,6 +36,7 @@ class Request:
         specs: for each leaf how to cut it; None leaves it as it is.
         batch: how the batch is split.
         donated: for each leaf whether the caller donates it.
+        uneven: the leaves of the batch, which need not be cut evenly.
 
     Raises:
         SpecError: a spec does not fit.
@@ -63,7 +64,7 @@ class Request:
         )
         self._refuse_uncut(one_for_all=isinstance(specs, P))
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
-        self._uneven: frozenset[int] = frozenset()
+        self.uneven: frozenset[int] = frozenset()
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
         last = deals[-1] if deals else Deal((0, 0))
         self.batch = BatchSplit(shards=last.shards, sizes=last.sizes)
@@ -154,13 +155,20 @@ class Request:
                 "torch.utils._pytree",
                 remedy="pass its tensors in a dict, and of a loader one batch at a time: for batch in loader",
             )
-        self._uneven = frozenset(lengths)
+        self.uneven = frozenset(lengths)
         self._check_order(argument.axis, lengths)
         total = common_length(lengths, self.where, self.name)
         if total is not None:
             if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
-            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
+            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total, sizes=self._sizes(lengths))
+
+    def _sizes(self, leaves: Iterable[int]) -> tuple[int, ...] | None:
+        """`BatchSplit.sizes`: also of a batch that a step has cut so that some rank has no samples."""
+        arrays = (leaf for index in leaves if type(leaf := self.leaves[index]) is Array)
+        shards = next((its for leaf in arrays if leaf.deal is None and (its := leaf.hint().shards)), ())
+        sizes = tuple(shape[0] for shape in shards)
+        return self.batch.sizes if all(sizes) else sizes
 
     def _check_order(self, axis: str, leaves: Iterable[int]) -> None:
         """Refuse whole leaves beside leaves of a `Loader`, which deals samples one by one: rows would not match."""
@@ -222,7 +230,7 @@ class Request:
         raise SpecError(problem, got=its.describe(), expected=self.mesh.describe(), remedy=remedy)
 
     def _check_shape(self, index: int, shape: tuple[int, ...], spec: P) -> None:
-        self.mesh.layout.check_shape(shape, spec, uneven=index in self._uneven, where=self.where(index))
+        self.mesh.layout.check_shape(shape, spec, uneven=index in self.uneven, where=self.where(index))
 
     def plan(self, settings: Ambient | None) -> InputPlan:
         """What all calls with such arguments, under these settings of torch, have in common."""

@@ -194,7 +194,12 @@ def _message(
     def content() -> wire.Packet:
         return content_of(driver, (settings, args), lambda: [(f"argument {at}", arg) for at, arg in enumerate(args)])
 
-    return functools.partial(protocol.CallFunction, function=shipped.key), content
+    def make(
+        number: int, region: int, freed: protocol.Spans, forgotten: tuple[str, ...], **how: Any
+    ) -> protocol.CallFunction:  # it keeps `shipped` alive until the message is sent
+        return protocol.CallFunction(number, region, freed, forgotten, function=shipped.key, **how)
+
+    return make, content
 
 
 def _checked(mesh: MeshView, what: str, ranks: Sequence[int] | None) -> list[int]:

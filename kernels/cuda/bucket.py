@@ -10,13 +10,14 @@ order of use, and are reduced in the same order, whatever the order in which the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..bucket import Leaf, Packed, packed
+from ..bucket import Leaf, Packed, kept_plan, packed
 from ..call import labelled
 from ..errors import SpecError
 from .nccl import NcclCommunicator
@@ -59,10 +60,9 @@ class CudaBuckets:
     ):
         self._comm, self._leaves, self._early, self._label = comm, leaves, early, label
         key = ("cuda", tuple(leaves), bucket_bytes, wire_dtype)
-        plan = comm.plans.get(key)
-        if plan is None:
-            plan = comm.plans[key] = _plan(leaves, bucket_bytes, wire_dtype, comm.launch)
-        self._plan: _Plan = plan
+        make = functools.partial(_plan, leaves, bucket_bytes, wire_dtype, comm.launch)
+        plan: _Plan = kept_plan(comm, key, make)
+        self._plan = plan
         self._left = [len(bucket.leaves) for bucket in plan.buckets]
         self._values: dict[int, Tensor | None] = {}
         self._started: list[tuple[Tensor, Any]] = []  # sums, and the event after which they are ready

@@ -51,7 +51,7 @@ class DriverCall:
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
-        self.cuts: list[int] = []  # indices of whole Arrays that are cut when they are passed
+        self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.

@@ -18,6 +18,7 @@ from ...kernels.callsite import warn
 from ...kernels.errors import MeshError, add_note
 from .. import protocol, trees, wire
 from ..pickling.unpicklable import unpicklable_part
+from ..rank.interrupts import uninterrupted
 from ..rank.reloading import LoadedModules
 from . import snapshot
 from .pending import WAITED_FOR
@@ -89,20 +90,22 @@ class ShippedObjects:
             )
         key = wire.content_hash(packet)
         with self._session.lock:
-            if self.has(key):
-                packet.close()
-            else:
-                self._drop(key)
+            if not self.has(key):
                 self._session.ready()
                 if packet.nbytes > LARGE and (what := snapshot.largest_part(function)):
                     warn(f"{what} is sent to every rank: put() it once and pass it, or read it on the ranks")
-                self._packets[key] = packet
-                if any(name[0] == "array" for name in names):
-                    self._naming_values.add(key)
-                self._session.tell(protocol.Ship(key), packet)
-            self._uses[key] += 1
-            shipped = Shipped(key, self._last_results.setdefault(key, {}))
-            weakref.finalize(shipped, self._unused.append, key).atexit = False
+            with uninterrupted():  # what is noted here as sent must have been sent
+                if self.has(key):
+                    packet.close()
+                else:
+                    self._drop(key)
+                    self._packets[key] = packet
+                    if any(name[0] == "array" for name in names):
+                        self._naming_values.add(key)
+                    self._session.tell(protocol.Ship(key), packet)
+                self._uses[key] += 1
+                shipped = Shipped(key, self._last_results.setdefault(key, {}))
+                weakref.finalize(shipped, self._unused.append, key).atexit = False
         return shipped
 
     def has(self, key: str) -> bool:
@@ -164,7 +167,7 @@ class ShippedObjects:
         """Send the ranks what they need besides the function: the module path, and source lines for tracebacks."""
         self.modules.notice()
         sources = snapshot.typed_sources(function)
-        with self._session.lock:
+        with self._session.lock, uninterrupted():
             if self._path != sys.path:
                 self._path = list(sys.path)
                 self._session.tell(protocol.SetPath(tuple(self._path)))
@@ -244,7 +247,7 @@ class ShippedObjects:
             way = "mend the file, or del sys.modules[name] here if it is used no more"
             add_note(error, f"[the ranks could not load {what} again, and each call tries it until they can: {way}]")
             raise
-        with session.lock:
+        with session.lock, uninterrupted():
             for name in wanted:
                 self._to_reload.pop(name, None)
             self._read_anew()
@@ -254,6 +257,7 @@ class ShippedObjects:
     def _read_anew(self) -> None:
         """Send everything again, since after a reload of modules names mean something else on the ranks."""
         self.drop_naming_values()
+        self.followed.clear()  # the same call has other code now
         for what, packet in self.for_newcomer():
             self._session.tell(what, packet)
 

@@ -3,7 +3,7 @@
 An elementwise operation on values that are cut alike runs on every rank's shards, without communication. Any other one
 follows DTensor's rules, which say what stays cut, and move the rest; where DTensor has no rule, it runs on whole
 values. Invariant: the result is that of the same function on plain tensors, whatever the specs. Nothing waits here,
-except for results that are no tensors.
+except for results that are no tensors, and for @spmd functions whose results are cut: their shards may have any sizes.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if dtype is not None:
         func, name, args, kwargs = torch.Tensor.to, "to", (args[0], dtype), {}
         leaves, treedef = trees.flatten((args, kwargs))
+    _be_sure(leaves)
     layout = mesh.layout
     way, specs, out = _way(layout, name, treedef, tuple(map(_kind_of, leaves)))
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
@@ -135,6 +136,8 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if _is_sized_by_values(name, leaves):  # the shape of the last result says nothing
                 for result in trees.leaves(results, is_leaf=is_array):
                     _ = result.shape
+            for result in filter(is_array, trees.leaves(results)):
+                result._source.sure = True
     except SpmdError:
         if mesh.layout is layout:
             raise
@@ -180,6 +183,14 @@ def _refuse_write(name: str, *, inplace: Any) -> NoReturn:
 run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
 
 
+def _be_sure(leaves: list[Any]) -> None:
+    """Wait for @spmd functions if some results are cut: how depends on all shapes, and ranks could not tell others."""
+    arrays = [leaf for leaf in leaves if type(leaf) is Array]
+    if not all(array._source.sure for array in arrays) and any(array.hint().spec.entries for array in arrays):
+        for array in arrays:
+            _ = array.shape
+
+
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:
     """What decides how a function is called, of each argument: an Array's shape and spec, a tensor's shape."""
     if type(leaf) is Array:
@@ -201,14 +212,14 @@ def _way(layout: Layout, name: str, treedef: Any, kinds: tuple[Any, ...]) -> tup
         return Way.OWN, trees.unflatten(treedef, specs), next(iter(cut.values()))
     if name == "sum" and treedef == _ALONE:  # the sum of all elements, the most common reduction
         return Way.ADDED, None, P()
-    even = all(_is_even(layout, shapes[index], spec) for index, spec in cut.items())
+    even = all(metas[index].shards is None and _is_even(layout, shapes[index], spec) for index, spec in cut.items())
     return Way.RULES if even else Way.WHOLE, None, P()
 
 
 def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[int, Meta]) -> list[P | None] | None:
     """How to cut arguments so that each rank computes its own elements; None if the Arrays are not cut alike."""
     cut = {index: meta.spec for index, meta in metas.items() if meta.spec.entries}
-    (spec, whole), *others = {(spec, shapes[index]) for index, spec in cut.items()}
+    (spec, whole, shards), *others = {(spec, shapes[index], metas[index].shards) for index, spec in cut.items()}
     if others or RAGGED in whole or not _are_within(whole, shapes.values()):
         return None
     specs: list[P | None] = [None] * leaves
@@ -222,6 +233,8 @@ def _alike(layout: Layout, leaves: int, shapes: dict[int, tuple], metas: dict[in
             for dim, size in enumerate(shape)
         ]
         specs[index] = theirs = P(*own)  # each rank takes the elements that match its shard
+        if theirs.entries and shards is not None:
+            return None
         parts = [layout.parts(theirs.dim_axes(dim)) for dim in range(len(own))]
         if any(size % count for size, count in zip(shape, parts, strict=True)):
             return None  # uneven shards can't be matched in this way

@@ -99,6 +99,8 @@ class Snapshot:
         self._equal, self._same = operator.itemgetter(0, 0, *equal), operator.itemgetter(0, 0, *same)
         self._values, self._objects = self._equal(found)[2:], self._same(found)[2:]
         self._types = tuple(map(type, self._values))
+        # Numbers that equal another one: 0.0 and -0.0.
+        self._signed = [at for at, one in enumerate(self._values) if isinstance(one, float | complex) and not one]
 
     def unchanged(self, function: Any) -> bool:
         """Whether everything is as it was."""
@@ -115,6 +117,7 @@ class Snapshot:
         return (
             tuple(map(type, values)) == self._types
             and (values == self._values or all(map(_alike, values, self._values)))
+            and all(repr(values[at]) == repr(self._values[at]) for at in self._signed)
             and all(found[at] is found[first] for at, first in self._again)
             and all(map(operator.is_, self._objects, self._same(found)[2:]))
             and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
@@ -170,7 +173,8 @@ def _bytes_in(array: Any) -> list[Any]:
 
 
 def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Numbers that differ after a change: versions, addresses, dtypes, and the first and last word of each tensor.
+    """Numbers that differ after a change: versions, addresses, dtypes, whether gradients are wanted, and the first and
+    last word of each tensor.
 
     Torch's version misses `tensor.data = other` and `module.double()`. It also misses `tensor.data.mul_(0.99)`, as in
     an average of weights, which the words show.
@@ -182,6 +186,7 @@ def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
         addresses = list(map(_address_of, tensors))
     numbers += addresses
     numbers += [id(tensor.dtype) for tensor in tensors]
+    numbers += [tensor.requires_grad for tensor in tensors]
     for tensor, address in zip(tensors, addresses, strict=True):
         if address and tensor.is_cpu and tensor.nbytes >= _WORD and tensor.is_contiguous():
             numbers += (_word_at(address).value, _word_at(address + tensor.nbytes - _WORD).value)

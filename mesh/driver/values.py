@@ -17,8 +17,8 @@ import torch
 
 from ...kernels.errors import RankOnly
 from .. import protocol
-from ..array import Array, Meta, meta, refuse_ragged
-from ..batch import Deal
+from ..array import Array, Meta, meta
+from ..batch import Deal, refuse_ragged
 from ..protocol import ALL, Spans, each_span
 from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
@@ -60,7 +60,7 @@ class CallValues:
 
     __slots__ = (
         *("__weakref__", "_find", "_gone", "_ids", "_live", "_metas", "_prints", "_values", "deal"),
-        *("donated", "freed", "given", "hints", "missing", "named", "number", "read", "session", "task"),
+        *("donated", "freed", "given", "hints", "missing", "named", "number", "read", "session", "sure", "task"),
         *("tells_numbers", "unread_on"),
     )
 
@@ -68,6 +68,7 @@ class CallValues:
         self._values, self.session, self.number = values, session, number
         self.task: Task | None = None
         self.hints: Sequence[Meta] = ()
+        self.sure = False
         self.deal: Deal | None = None
         self.missing: dict[int, set[int]] = {}
         self.named: dict[int, weakref.ref[Array]] = {}
@@ -98,7 +99,7 @@ class CallValues:
             hints: shapes, dtypes and specs of the last such call.
             find: gives those of this call, once it is over; None: the hints are right.
         """
-        self.task, self.hints, self._find, self.deal = task, hints, find, deal
+        self.task, self.hints, self.sure, self._find, self.deal = task, hints, find is None, find, deal
         mesh, count = self.session.mesh, len(hints)
         with self.session.lock, uninterrupted():  # a rank may be replaced meanwhile
             self._live = count
@@ -178,6 +179,7 @@ class CallValues:
                 self.take_numbers(self.session.wait(self.task))
             find, self.task = self._find, None  # read before it is cleared: another thread may be here, too
             self._metas = self.hints = self.hints if find is None else find()
+            self.sure = True
         return self._metas
 
     @property

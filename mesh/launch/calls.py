@@ -71,7 +71,7 @@ class LaunchedCall:
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
         self.plan, self.moves = plan, moves
-        self.cuts: list[int] = []
+        self.sized: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._last, self._followed = _Last(), False
         self.key = treedef, plan, values

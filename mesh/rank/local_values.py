@@ -12,8 +12,8 @@ from ...kernels.call import labelled, labels
 from ...kernels.communicator import Communicator
 from ...kernels.errors import MeshError
 from .. import donation, strides
-from ..array import Array, Meta, refuse_ragged
-from ..batch import Deal
+from ..array import Array, Meta
+from ..batch import Deal, refuse_ragged
 from ..launch import launched
 from ..region import current
 from ..spec import RAGGED, ragged_shape
@@ -38,7 +38,19 @@ class LocalValues:
         region: on launched ranks, in which region all made the values, or 0: they check that all gather the same one.
     """
 
-    __slots__ = ("_arrays", "_metas", "_session", "_shapes", "_tensors", "deal", "donated", "hints", "name", "region")
+    __slots__ = (
+        "_arrays",
+        "_metas",
+        "_session",
+        "_shapes",
+        "_tensors",
+        "deal",
+        "donated",
+        "hints",
+        "name",
+        "region",
+        "sure",
+    )
 
     def __init__(
         self,
@@ -57,6 +69,7 @@ class LocalValues:
         self._arrays: list[Any] = []
         self.hints, self.deal, self.name, self.region = metas if hints is None else hints, deal, name, region
         self.donated: dict[int, str] = {}
+        self.sure = True
 
     def arrays(self, mesh: Any) -> list[Array]:
         """An Array for each value; to be called once."""

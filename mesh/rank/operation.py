@@ -16,7 +16,7 @@ import torch
 from ...kernels.errors import SpecError
 from ...kernels.torch_private import versions
 from .. import trees
-from ..array import refuse_ragged
+from ..batch import refuse_ragged
 from ..region import require, reseed
 from ..spec import P, ragged_shape
 from .local_values import shapes_over
@@ -101,7 +101,8 @@ def _added(session: RankSession, func: Callable, shard: torch.Tensor) -> torch.T
     # Like torch itself, add 16-bit numbers in 32 bits and round once.
     total = func(shard, dtype=torch.float32) if is_16_bit else func(shard)
     axes = _spec(shard).axes
-    session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
+    if axes:  # else it is whole, though the driver took it for cut
+        session.comm(tuple(name for name in session.layout.names if name in axes)).all_reduce(total)
     return total.to(shard.dtype) if shard.is_floating_point() else total
 
 

@@ -26,6 +26,7 @@ SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
 CONTAINERS = (list, tuple, set, dict, collections.deque)
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
+_OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
@@ -49,19 +50,21 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         return _partial_parts, 0
     if isinstance(obj, types.MethodType):
         return _method_parts, 0
+    if isinstance(obj, _OF_CLASSES):
+        return _functions_in, 0
     read: Reader
     if isinstance(obj, _OF_TORCH):
         read = _no_parts
     elif isinstance(obj, type):
-        read = _own_attributes if obj.__module__ == "__main__" else _no_parts
+        read = _class_parts if obj.__module__ == "__main__" else _no_parts
     elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
     elif isinstance(obj, CONTAINERS):
-        read = _entries if isinstance(obj, dict) else list
+        read = list if type(obj) in (list, tuple, set) else _items
     else:
         slots = _slots_of(type(obj))
         read = _reader_of_slots(slots) if slots and not type(obj).__module__.startswith(_OWN) else _own_attributes
-    if len(read(obj)) > LOOKED_INTO * (1 + isinstance(obj, dict)):
+    if len(read(obj)) > LOOKED_INTO * (1 + (read is not list)):  # others give names as well
         return None
     return read, depth + 1
 
@@ -83,7 +86,7 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
 def _function_parts(function: Any) -> list[Any]:
     code = function.__code__
     operators = named_among(names) if "ops" in (names := _names(code)) else ()
-    held = (*used_by(function).values(), *function.__dict__.values())
+    held = (*used_by(function).values(), *_own_attributes(function))
     return [code, function.__defaults__, function.__kwdefaults__, *held, *operators]
 
 
@@ -99,6 +102,14 @@ def _method_parts(method: Any) -> list[Any]:
     return [method.__func__, method.__self__]
 
 
+def _functions_in(obj: Any) -> list[Any]:
+    return [obj.fget, obj.fset, obj.fdel] if isinstance(obj, property) else [obj.__func__]
+
+
+def _class_parts(cls: type) -> list[Any]:
+    return [*_own_attributes(cls), *cls.__bases__]
+
+
 def _class_of(obj: Any) -> list[Any]:
     return [type(obj)]  # it travels with its instances
 
@@ -108,7 +119,7 @@ def _no_parts(obj: Any) -> list[Any]:
 
 
 def _own_attributes(obj: Any) -> list[Any]:
-    return list(getattr(obj, "__dict__", {}).values())
+    return _entries(getattr(obj, "__dict__", {}))
 
 
 def _reader_of_slots(slots: list[str]) -> Reader:
@@ -143,6 +154,11 @@ def _slots_of(cls: type) -> list[str]:
 
 def _entries(entries: Any) -> list[Any]:
     return [*entries, *entries.values()]
+
+
+def _items(container: Any) -> list[Any]:
+    """Its entries, and the attributes of an object whose class is derived from a built-in container."""
+    return [*(_entries(container) if isinstance(container, dict) else container), *_own_attributes(container)]
 
 
 @functools.lru_cache(maxsize=4096)

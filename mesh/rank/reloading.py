@@ -38,12 +38,12 @@ class LoadedModules:
         # Of each module: its spec, of which every load makes a new one, and the time of the file when it was loaded.
         self._specs: dict[str, Any] = {}
         self._times: dict[str, float] = {}
-        self._count = 0
+        self._names: set[str] = set()  # of all modules there were
 
     def notice(self) -> None:
         """Note modules that were imported since the last call."""
-        if len(sys.modules) != self._count:
-            self._count = len(sys.modules)
+        if sys.modules.keys() != self._names:
+            self._names = set(sys.modules)
             for name, file in _own_modules().items():
                 self._seen.setdefault(name, _state(file))
                 self._times.setdefault(name, self._seen[name][0] / 1e9)

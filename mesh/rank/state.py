@@ -221,6 +221,11 @@ class RankState:
             return False
         return True
 
+    def reload(self, names: Iterable[str]) -> list[str]:
+        """Load modules again, see `LoadedModules`; what calls have noted was of the old code."""
+        self._differing.clear()
+        return self.modules.reload(names)
+
     def set_path(self, path: Sequence[str]) -> None:
         """Look for modules where the driver does."""
         sys.path[:] = dict.fromkeys([*path, *self._own_path])

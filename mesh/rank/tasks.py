@@ -117,7 +117,7 @@ def move_values(state: RankState, task: protocol.MoveValues, packet: wire.Packet
 
 
 def reload_modules(state: RankState, task: protocol.ReloadModules, packet: wire.Packet) -> Any:
-    return state.modules.reload(task.names)
+    return state.reload(task.names)
 
 
 DO: dict[type, Callable[[RankState, Any, wire.Packet], Any]] = {

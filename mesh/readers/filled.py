@@ -90,9 +90,9 @@ def _read_here(mesh: Mesh, reader: Any, ragged: bool, arguments: tuple, deal: De
     """This rank's part of a batch, as Arrays."""
     treedef, leaves, outputs = reader(mesh.session, *arguments)
     of_tensors = [about for about in outputs if about.spec is not None]
-    metas = [meta(about.whole or about.shape, about.dtype, about.spec) for about in of_tensors]
     shards = None if deal is None else deal.shards
-    shapes = None if shards is None else [_shapes(mesh.layout, about, shards) for about in of_tensors]
+    shapes = [None if shards is None else _shapes(mesh.layout, about, shards) for about in of_tensors]
+    metas = [_meta(mesh.layout, about, about.whole, each) for about, each in zip(of_tensors, shapes, strict=True)]
     hints = [_unsure(about) for about in metas] if ragged and mesh.layout.size > 1 else metas
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, hints=hints, deal=deal)
 
@@ -117,7 +117,7 @@ def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tupl
         if about.spec.entries:
             shape = (sum(sizes), *about.shape[1:])
             each = tuple((count, *about.shape[1:]) for count in _held(layout, about.spec.dim_axes(0), sizes))
-        metas.append(meta(shape, about.dtype, about.spec))
+        metas.append(_meta(layout, about, shape, each))
         shapes.append(each)
     deal = _deal(layout, found, known)
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, deal=deal), found
@@ -151,6 +151,13 @@ def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[t
         return None
     held = _held(layout, about.spec.dim_axes(0), split_sizes(about.whole[0], shards))
     return tuple((count, *about.whole[1:]) for count in held)
+
+
+def _meta(layout: Layout, about: agreement.OutputMeta, whole: Any, shapes: tuple[tuple[int, ...], ...] | None) -> Meta:
+    """What an Array shows, of this shape as a `whole` (None: that of each part), with parts of these `shapes`."""
+    assert about.spec is not None and about.dtype is not None
+    shape = about.shape if whole is None else whole
+    return meta(shape, about.dtype, about.spec, shapes and agreement.unusual(layout, shapes, shape, about.spec))
 
 
 def _unsure(about: Meta) -> Meta:

@@ -54,7 +54,8 @@ class Moved:
                     wholes.append(torch.empty(0, device="cpu"))
                     continue
                 specs[index] = spec = spec_on(before, layout, about, driver.describe())
-                if spec.entries and all(map(is_plain, shards)) and RAGGED not in about.shape:
+                usual = about.shards is None and RAGGED not in about.shape
+                if spec.entries and usual and all(map(is_plain, shards)):
                     wholes.append(_pieces(before, about, shards, source, arena))
                 else:
                     wholes.append(frozen_as(shards[0], before.join(shards, about.spec)))
@@ -186,6 +187,14 @@ def _specs(
     driver: DriverSession, layout: Layout, values: CallValues, shares: tuple[Share | None, ...]
 ) -> tuple[P, ...]:
     """Their specs on the new ranks."""
+    for share, about in zip(shares, values.settle(), strict=True):
+        if share is not None and about.shards is not None:
+            raise MeshError(
+                "the mesh cannot be resized: the ranks' parts of a value have sizes of their own",
+                got=f"shape {tuple(about.shape)} with {about.spec}, in parts of {', '.join(map(str, about.shards))}",
+                where=driver.describe(),
+                remedy="drop it, or put(array.full(), spec) it first",
+            )
     return tuple(
         REPLICATED if share is None else spec_on(driver.layout, layout, about, driver.describe())
         for about, share in zip(values.settle(), shares, strict=True)

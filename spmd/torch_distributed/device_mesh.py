@@ -1,7 +1,8 @@
 """A mesh's ranks as torch's `DeviceMesh`: same names, same order, over process groups on the arena that they share.
 
 The default process group of a rank is made with it, unless the program has made one of "spmd" itself. Invariant: the
-device meshes of a mesh are one object, however often it is asked for, until a rank is replaced.
+device meshes of a mesh are one object, however often it is asked for, until a rank is replaced, or the program destroys
+the process groups that it is made of.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .group import ProcessGroup
 from .registration import NAME
 from .world import World
 
-_made: weakref.WeakKeyDictionary[RankSession, tuple[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+# With what it is made of: the generation, and the default process group.
+_made: weakref.WeakKeyDictionary[RankSession, tuple[int, weakref.ref, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def of_mesh(mesh: Mesh) -> DeviceMesh:
@@ -31,14 +33,15 @@ def of_mesh(mesh: Mesh) -> DeviceMesh:
             method of a remote object, or a function given to `mesh.submit`.
     """
     session = mesh.session
-    since, found = _made.get(session, (0, None))
-    if found is None or since != session.members_since or not dist.is_initialized():
+    since, default, found = _made.get(session, (0, lambda: None, None))
+    default_now = dist.group.WORLD if dist.is_initialized() else None
+    if found is None or since != session.members_since or default_now is None or default() is not default_now:
         session.check_together("make mesh.device_mesh")
         _have_default_group(session)
         layout = session.layout
         sizes = tuple(layout.axes.values())
         found = init_device_mesh(session.device.type, sizes, mesh_dim_names=tuple(layout.names))
-        _made[session] = session.members_since, found
+        _made[session] = session.members_since, weakref.ref(dist.group.WORLD), found
     return found
 
 

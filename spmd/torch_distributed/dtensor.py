@@ -99,7 +99,16 @@ def to_dtensor(array: Array) -> DTensor:
     mesh, spec, shape = array.mesh, array.spec, tuple(array.shape)
     device_mesh = of_mesh(mesh)  # refuses in the driver
     _check_cuts("to_dtensor", mesh.layout, shape, spec)
-    return as_dtensor(array.local, spec, shape, mesh.layout, device_mesh)
+    local, expected = array.local, mesh.layout.shard_shape(shape, spec, mesh.session.rank)
+    if tuple(local.shape) != expected:
+        raise SpecError(
+            "to_dtensor can't take parts whose sizes a step has chosen, and torch cuts evenly",
+            got=f"{list(local.shape)} of {list(shape)}",
+            expected=str(list(expected)),
+            where=mesh.session.where(),
+            remedy="put(array.full(), spec) first",
+        )
+    return as_dtensor(local, spec, shape, mesh.layout, device_mesh)
 
 
 def as_dtensor(

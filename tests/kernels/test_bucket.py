@@ -15,6 +15,7 @@ from oracle import bits, reduced, same, value
 
 from spmd import Mesh
 from spmd.kernels.bucket import FIRST_BYTES, Buckets, Leaf
+from spmd.kernels.call import Call
 from spmd.kernels.communicator import Communicator
 from spmd.kernels.operations import Steps
 from spmd.kernels.waiting import Watch
@@ -245,6 +246,22 @@ def test_buffers_are_used_again(shared_mesh: Callable[..., Mesh]) -> None:
     for found in mesh.run(body):
         assert found[-1][0] - found[5][0] <= 4 * MB
         assert found[-1][1] == found[5][1]
+
+
+def test_what_is_kept_of_each_shape_is_forgotten_in_time(shared_mesh: Callable[..., Mesh]) -> None:
+    """In a program that has other shapes at each step."""
+    mesh = shared_mesh({"data": 2})
+
+    def body() -> int:
+        comm: Any = mesh.comm()
+        for length in range(1, 300):
+            assert through(comm, [torch.ones(length)], bucket_bytes=MB)[0][-1] == 2
+        return len(comm.plans)
+
+    assert max(mesh.run(body)) <= 256
+    for length in range(5000):
+        assert Call("gather", shown=(length,)).text == f"gather[{length}]"
+    assert len(Call._known) <= 4096
 
 
 def test_two_in_flight(shared_mesh: Callable[..., Mesh]) -> None:

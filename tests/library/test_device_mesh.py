@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,20 @@ def test_groups_are_made_anew_when_a_rank_was_replaced(make_mesh: Any) -> None:
         with pytest.raises(PeerLost):
             mesh.run(lambda: os._exit(1) if mesh.rank else dist.barrier(mesh.device_mesh.get_group()))
     assert mesh.run(total) == [(2, False)] * 2
+
+
+def test_groups_are_made_anew_when_the_program_has_begun_again(mesh: spmd.Mesh, tmp_path: Path) -> None:
+    def totals() -> tuple[float, float, bool]:
+        before = mesh.device_mesh
+        one = spmd.put(torch.ones(4), P("model")).to_dtensor().sum().full_tensor()
+        dist.destroy_process_group()
+        dist.init_process_group("spmd", store=dist.FileStore(str(tmp_path / "store"), 4), rank=mesh.rank, world_size=4)
+        again = spmd.put(torch.ones(4), P("model")).to_dtensor().sum().full_tensor()
+        same = before is mesh.device_mesh
+        dist.destroy_process_group()
+        return one.item(), again.item(), same
+
+    assert mesh.run(totals) == [(4, 4, False)] * 4
 
 
 def test_compiled_code_reads_it(make_mesh: Any) -> None:
@@ -220,6 +235,10 @@ def test_what_has_no_counterpart_is_refused(mesh: spmd.Mesh) -> None:
     turned = put(torch.ones(8), P(("model", "data")), mesh=mesh)
     with pytest.raises(SpecError, match="another order"):
         mesh.run(turned.to_dtensor)
+    some = spmd.spmd(lambda x: x[: 1 + 2 * spmd.axis_index("data")], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    chosen = some(torch.ones(8))  # one and three
+    with pytest.raises(SpecError, match=r"whose sizes a step has chosen.*got \[1\] of \[4\]"):
+        mesh.run(chosen.to_dtensor)
 
     def uneven() -> None:
         from torch.distributed.tensor import Shard, distribute_tensor

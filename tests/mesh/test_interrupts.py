@@ -380,6 +380,27 @@ def test_ctrl_c_while_a_value_goes(make_mesh, what):
     assert len(values) == before and not values.of_calls(read=False) and not values.freed()
 
 
+class PressedWhenSet(dict):
+    """Ctrl-C is pressed as soon as something is noted here, once."""
+
+    pressed = False
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        if not self.pressed:
+            self.pressed = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_a_function_is_sent(make_mesh, monkeypatch):
+    """It is sent, or not noted as sent: later calls of it do not fail."""
+    mesh, function = make_mesh({"data": 2}), lambda: 7
+    monkeypatch.setattr(mesh.driver.shipped, "_packets", PressedWhenSet(mesh.driver.shipped._packets))
+    with pytest.raises(KeyboardInterrupt):
+        mesh.run(function)
+    assert mesh.run(function) == [7, 7]
+
+
 def test_values_that_go_in_a_cycle(make_mesh):
     """The garbage collector takes the last of a call's Arrays together with all that refers to them."""
     mesh = make_mesh({"data": 2})

@@ -11,17 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+import torch
 from frontend import Kernel, kernel, kernels_are_forks
 from patience import HANGS, end_within, quick, running, slowness
 from scripts import HERE
 
-from spmd import Mesh, spmd
+from spmd import Mesh, P, SpecError, spmd
 
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
@@ -371,6 +373,26 @@ def test_a_module_that_only_the_driver_can_load_again(
         assert mesh.run(rate) == [333, 333]
     finally:
         mesh.close()
+
+
+def test_a_call_of_code_that_was_loaded_again_is_a_first_call(
+    make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "loaded_with_a_mistake.py"
+    file.write_text("import spmd\n\ndef total(x):\n    return spmd.psum(x.sum(), 'data')\n")
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setitem(sys.modules, "another_that_goes", types.ModuleType("another_that_goes"))
+    assert mesh.run(lambda: 1) == [1, 1]
+    monkeypatch.delitem(sys.modules, "another_that_goes")  # so that there are as many modules as before
+    module = importlib.import_module("loaded_with_a_mistake")
+    monkeypatch.setitem(sys.modules, "loaded_with_a_mistake", module)
+    total, x = spmd(module.total, mesh=mesh, in_specs=P("data")), torch.ones(2)
+    assert [float(total(x)) for _ in range(2)] == [2, 2]
+    file.write_text("def total(x):\n    return x.sum()\n")  # the same on both ranks, by chance
+    importlib.reload(module)
+    with pytest.raises(SpecError, match="total may differ between ranks along data, though it does not this time"):
+        total(x)
 
 
 # -- notebooks/ --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from spmd import Array, Loader, P, PeerLost, SpecError, data_parallel, fetch, grad, pmean, put, spmd, value_and_grad
+from spmd import (
+    Array,
+    Loader,
+    P,
+    PeerLost,
+    SpecError,
+    axis_index,
+    data_parallel,
+    fetch,
+    grad,
+    pmean,
+    put,
+    spmd,
+    value_and_grad,
+)
 
 SPECS = {"whole": P(), "rows": P("data"), "columns": P(None, "model"), "both": P("data", "model")}
 
@@ -176,6 +190,10 @@ def test_a_step_is_given_what_values_have_sized(shared_mesh: Any) -> None:
     for _ in range(2):
         with pytest.raises(SpecError, match="dimension 0 of size 5 is not divisible by axis data of size 2"):
             mean(positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))).full()
+    each = spmd(lambda x: x[x > 0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for numbers in ([1.0, 2, 3, 4], [1.0, 2, 3, 4], [1.0, 2, 3, -1], [-1.0, -1, 3, 4], [1.0, 2, -1, 4]):
+        x = torch.tensor(numbers)
+        assert float(uneven(each(x))) == pytest.approx(float(x[x > 0].mean()))
 
 
 def test_arrays_of_numpy_beside_them(shared_mesh: Any) -> None:
@@ -255,6 +273,34 @@ def test_uneven_shards(shared_mesh: Any) -> None:
     half = Loader(torch.tensor([4e4] * 4 + [-4e4] * 3).half(), batch_size=7, shuffle=False, mesh=mesh)
     assert [float(one.sum()) for one in half] == [4e4]  # a rank's own sum is too large for 16 bits
     assert batch.sum().item() == 21 and (batch - batch.mean()).abs().max().item() == 3
+
+
+def test_shards_that_lie_in_memory_otherwise_than_before(shared_mesh: Any) -> None:
+    """DTensor may leave one result cut, and not another of equal shape."""
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(32.0).view(4, 8)
+    for x in (plain, plain.t().contiguous().t(), plain):
+        found = put(x, P("data"), mesh=mesh).flatten()
+        assert found.sum().item() == 496 and (found * torch.arange(32.0))[5].item() == 25
+
+
+def test_shards_whose_sizes_a_step_has_chosen(shared_mesh: Any) -> None:
+    """Also where their total is even, or was another one at the last such call, which nobody has waited for."""
+    mesh, plain = shared_mesh({"data": 2}), torch.tensor([5.0, 1, 7, 3, 2, 9, 8, 4])
+    take = spmd(lambda x, n: x[: n[axis_index("data")]], mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    functions: dict[str, Callable] = {
+        "mean": lambda a, b: a.mean(),
+        "argmax": lambda a, b: a.argmax(),
+        "cumsum": lambda a, b: a.cumsum(0),
+        "index": lambda a, b: a[1],
+        "elementwise": lambda a, b: (a + 1) * a,
+        "beside": lambda a, b: a * torch.arange(float(len(a))),
+        "other shards": lambda a, b: a + b,
+    }
+    for name, function in functions.items():
+        for sizes in ([3, 3], [3, 3], [4, 2], [1, 3], [2, 2], [4, 0]):
+            shards = [[rank[:n] for rank, n in zip(plain.chunk(2), n, strict=True)] for n in (sizes, sizes[::-1])]
+            found = function(*(take(plain, torch.tensor(n)) for n in (sizes, sizes[::-1])))
+            assert_as_plain(f"{name} of {sizes}", found, function(*map(torch.cat, shards)))
 
 
 def test_random_functions_agree_on_all_ranks_and_steps_draw_as_before(make_mesh: Any) -> None:

@@ -153,6 +153,10 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
         "strides": put(last, mesh=mesh),
         "made": spmd(lambda x: x * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(large),
     }
+    # Of a rank's rows, as many as it has: three and one.
+    chosen = spmd(lambda x: x[x[:, 0] > 2], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    rows = torch.tensor([3.0, 4, 5, 6, 1, 2])[:, None].repeat(1, 1 << 12)
+    values["chosen"] = chosen(rows)
     gone, left = spmd(lambda x: (x + 1, x + 2), mesh=mesh)(put(large, mesh=mesh))
     del gone
     captured = put(torch.tensor(5.0), mesh=mesh)
@@ -164,6 +168,7 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
     assert torch.equal(values["large"].full(), large) and torch.equal(values["made"].full(), large * 2)
     assert values["strides"].full().stride() == last.stride() and torch.equal(values["strides"].full(), last)
     assert values["small"].item() == 3 and values["empty"].shape == (0, 3)
+    assert torch.equal(values["chosen"].full(), rows[:4])
     assert torch.equal(left.full(), large + 2)
     assert float(add(torch.tensor(1.0))) == 6
     mesh.resize({"data": 1})

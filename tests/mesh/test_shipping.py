@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
 import functools
 import gc
 import linecache
@@ -224,6 +225,9 @@ def test_tensors_and_modules_in_place():
     assert changed(lambda: module, lambda: module.double())  # neither counts as a change to torch
     assert changed(lambda: tensor, lambda: setattr(tensor, "data", torch.ones(3)))
     assert changed(lambda: module, lambda: module[0].weight.data.mul_(0.9))
+    assert changed(lambda: module, lambda: module[0].weight.requires_grad_(False))
+    assert changed(lambda: tensor, lambda: tensor.requires_grad_())
+    tensor = torch.zeros(3)
     assert changed(lambda: tensor, lambda: tensor.numpy().fill(4.0))
     long = torch.zeros(9)
     assert changed(lambda: long, lambda: long.data[-1:].add_(1))
@@ -276,6 +280,40 @@ def test_numbers_that_are_not_equal_to_themselves():
     assert not changed(lambda: nan, lambda: None)
     held = {"best": nan}
     assert not changed(lambda: held, lambda: held.update(best=float("nan")))
+
+
+def test_zeros_have_a_sign():
+    zero, held = 0.0, {"slope": 0.0}
+
+    def change():
+        nonlocal zero
+        zero = -0.0
+
+    assert changed(lambda: zero, change)
+    assert changed(lambda: held, lambda: held.update(slope=-0.0))
+    assert not changed(lambda: (zero, held), change)
+
+
+def test_attributes_that_exchange_their_names():
+    settings = types.SimpleNamespace(rate=1.0, decay=2.0)
+
+    def change():
+        vars(settings).clear()
+        vars(settings).update(decay=1.0, rate=2.0)
+
+    assert changed(lambda: settings, change)
+    assert changed(lambda: settings, lambda: (vars(settings).pop("decay"), setattr(settings, "momentum", 1.0)))
+
+
+class Table(dict):
+    pass
+
+
+def test_attributes_of_a_container_s_own_class():
+    table = Table(rate=1.0)
+    table.scale = 2.0
+    assert changed(lambda: table, lambda: setattr(table, "scale", 3.0))
+    assert changed(lambda: table, lambda: table.update(rate=2.0))
 
 
 def test_what_is_found_twice_is_compared_twice():
@@ -343,6 +381,26 @@ def f(x): return model(x)
     exec(source, vars(module))
     assert changed(module.f, lambda: setattr(module, "STEP", 2))
     assert changed(module.f, lambda: setattr(module.Model, "extra", lambda self: 0))
+
+
+@pytest.mark.parametrize("kind", ["property", "staticmethod", "classmethod", "of the base"])
+def test_what_classes_of_the_main_script_refer_to_by_the_way(kind):
+    """Other than by plain methods of their own: this is sent with the class, too."""
+    module = types.ModuleType("__main__")
+    source = f"""
+STEP = 1
+class Base:
+    rate = 1.0
+    {"" if kind == "of the base" else "@" + kind}
+    def by(*_): return STEP
+class Model({"Base" if kind == "of the base" else "object"}):
+    {"pass" if kind == "of the base" else "by = vars(Base)['by']"}
+model = Model()
+def f(x): return model.by
+"""
+    exec(source, vars(module))
+    assert changed(module.f, lambda: setattr(module, "STEP", 2))
+    assert changed(module.f, lambda: setattr(module.Base, "rate", 2.0)) is (kind == "of the base")
 
 
 def test_which_part_cannot_be_pickled():
@@ -561,6 +619,23 @@ def shipped_on_rank() -> int:
 
     (state,) = [obj for obj in gc.get_objects() if issubclass(type(obj), RankState)]
     return len(state._shipped)
+
+
+@dataclasses.dataclass
+class Added:
+    """One that can't be hashed, since it is compared by value."""
+
+    by: int
+
+    def __call__(self, x):
+        return x + self.by
+
+
+def test_a_function_that_is_sent_for_one_call_is_there_for_that_call(shared_mesh):
+    mesh, added = shared_mesh({"data": 2}), Added(1)
+    assert mesh.run(added, 1) == [2, 2] and mesh.run(Added(2), 1) == [3, 3] and mesh.submit(Added(3), 1).result() == 4
+    added.by = 4
+    assert mesh.run(added, 1) == [5, 5]
 
 
 def test_a_dropped_function_frees_its_mesh():
