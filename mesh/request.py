@@ -160,7 +160,8 @@ class Request:
         if total is not None:
             if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
-            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total)
+            in_shards = (argument.shards or 1) > 1
+            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total, in_shards=in_shards)
 
     def _check_order(self, axis: str, leaves: Iterable[int]) -> None:
         """Refuse whole leaves beside leaves of a `Loader`, which deals samples one by one: rows would not match."""
