@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from .callsite import warn
-from .errors import CollectiveMismatch, dtype_name
+from .callsite import call_site, warn
+from .errors import CollectiveMismatch, MeshError, dtype_name
 
 _EVEN = (
     ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
@@ -131,6 +131,16 @@ def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> 
     )
     error.rank = ranks[gone]
     return error
+
+
+def shut_down(ranks: Sequence[int], rank: int, gone: int, what: str) -> MeshError:
+    """The error for a rank `gone` that uses the group no more, while `rank` waits for its part in `what`."""
+    return MeshError(
+        f"the group was shut down on rank {ranks[gone]} without its part in {what}, for which rank {ranks[rank]} waits "
+        f"at {call_site()}",
+        where=f"group {tuple(ranks)}",
+        remedy="every rank of the group must make the same calls before any of them destroys, aborts or closes it",
+    )
 
 
 class Group(Protocol):

@@ -309,16 +309,10 @@ class Operations:
         if stalled:
             self._transport.on_waited()
 
-    def drop(self) -> None:
-        """End all operations with an error: a region failed, and no peer will answer."""
+    def drop(self, reason: str = "a region failed", remedy: str = "start it again") -> None:
+        """End all operations with an error, since no peer will answer: a region failed, or as `reason` says."""
         for work in (*self.queue, *self.messages):
-            work.fail(
-                PeerLost(
-                    f"{work.what} was under way when a region failed",
-                    where=f"group {self._ranks}",
-                    remedy="start it again",
-                )
-            )
+            work.fail(PeerLost(f"{work.what} was under way when {reason}", where=f"group {self._ranks}", remedy=remedy))
         self.queue.clear()
         self.messages.clear()
         self.of_call.clear()

@@ -22,7 +22,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -127,6 +127,36 @@ def status_of(pid: int | str) -> dict[str, str] | None:
             return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
     except OSError:
         return None
+
+
+def ancestors() -> Iterator[int]:
+    """The process that started this one, that which started it, and so on."""
+    pid = os.getpid()
+    while (status := status_of(pid)) is not None:
+        yield (pid := int(status["PPid"]))
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The variables with which a process of this user began; none of others'."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (os.fsdecode(entry).partition("=") for entry in entries)}
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process of this user listens at a TCP port."""
+    listening = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                _, at, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and int(at.rpartition(":")[2], 16) == port:
+                    listening.add(f"socket:[{inode}]")
+    with contextlib.suppress(OSError):
+        return any(os.readlink(entry.path) in listening for entry in os.scandir(f"/proc/{pid}/fd"))
+    return False
 
 
 def nanoseconds_of(pid: int) -> int:

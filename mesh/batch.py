@@ -64,12 +64,14 @@ class BatchSplit:
         axis, total: over which axis, and dimension 0 of the whole; None if the function is no `data_parallel` step.
         shards: over how many virtual shards a `Loader` dealt it; None if no `Loader` did, or without shards.
         sizes: of these shards, if they differ from what dealing samples one by one gives.
+        in_shards: whether the function runs over several virtual shards of it, of which one rank may have all.
     """
 
     axis: str | None = None
     total: int | None = None
     shards: int | None = None
     sizes: tuple[int, ...] | None = None
+    in_shards: bool = False
 
 
 def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whose: str) -> int | None:

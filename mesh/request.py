@@ -161,7 +161,10 @@ class Request:
         if total is not None:
             if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
-            self.batch = dataclasses.replace(self.batch, axis=argument.axis, total=total, sizes=self._sizes(lengths))
+            in_shards, sizes = (argument.shards or 1) > 1, self._sizes(lengths)
+            self.batch = dataclasses.replace(
+                self.batch, axis=argument.axis, total=total, sizes=sizes, in_shards=in_shards
+            )
 
     def _sizes(self, leaves: Iterable[int]) -> tuple[int, ...] | None:
         """`BatchSplit.sizes`: also of a batch that a step has cut so that some rank has no samples."""

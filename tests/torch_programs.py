@@ -696,6 +696,35 @@ def disagreement(rank: int, size: int) -> None:
 
 
 @program
+def groups_that_end_on_one_rank_alone(rank: int, size: int) -> None:
+    """What is under way in them fails there, and on the ranks that wait for it; other groups go on."""
+    last, other = size - 1, dist.new_group()
+    for end in (dist.ProcessGroup.abort, dist.distributed_c10d._abort_process_group, dist.destroy_process_group):
+        for used in (True, False):
+            group = dist.new_group()
+            work = dist.all_reduce(torch.ones(1 << 20), group=group, async_op=True) if used and rank == last else None
+            if rank == last:
+                if end is dist.ProcessGroup.abort:
+                    group.abort()
+                else:
+                    end(group)
+            calls = [] if rank == last else [lambda group=group: dist.all_reduce(torch.ones(1 << 20), group=group)]
+            for call in [work.wait] if work is not None else calls:
+                try:
+                    call()
+                except (spmd.MeshError, spmd.PeerLost) as error:
+                    told = f"the group was shut down on rank {last} without its part in all_reduce float32[1048576]"
+                    assert (told if work is None else "when its group was shut down on this rank") in str(error), error
+                else:
+                    raise AssertionError("nothing was raised")
+            x = torch.ones(1)
+            dist.all_reduce(x, group=other)
+            assert x == size
+            if rank != last:
+                dist.destroy_process_group(group)
+
+
+@program
 def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
     """Other groups go on, whether a background thread advances the operation or a wait for another group does."""
     for by_a_thread in (False, True):

@@ -80,10 +80,10 @@ class Auxiliary:
         ]
         if not any(tokens):
             return  # without asking for a communicator: a new one would wait until the other ranks open it
+        self._check_types(region, over)
         comm = region.session.comm(over)
         if comm.size == 1:
             return
-        self._check_types(region, over)
         if planned_session() is not None:  # there is no other rank to compare with
             self._note_agreement(over)
             return

@@ -185,6 +185,8 @@ class DataParallel(Transformable):
         net = active()
         if net is not None:
             net.samples, net.split = part.here, tuple(samples)
+            if part.virtual is not None and len(part.virtual.sizes) > 1:
+                net.axes |= {part.virtual.axis}  # along it shards differ, on a single rank, too
         before, region.plan = region.plan, self._plan.of_batch(samples, part.virtual, part.leaves)
         try:
             if part.virtual is None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..call import Call, check_pieces
+from ..call import Call, check_pieces, shut_down
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..flat import as_bytes
@@ -187,13 +187,13 @@ class HierarchicalCommunicator(GlooCommunicator):
         self._look_for_lost(work)
 
     def _look_for_lost(self, work: Work) -> None:
-        """Raise if a rank of this host that is needed has died, where nobody else reports it.
+        """Raise if a rank of this host that is needed has died or shut the group down, where nobody else reports it.
 
-        What it did before it died may still arrive, so wait for a moment first.
+        What it did before that may still arrive, so wait for a moment first.
         """
-        arena, now = self._arena, time.monotonic()
+        now = time.monotonic()
         needed = {self.ranks[peer] for peer in work.peers} if self._is_message(work) else set(self._mine)
-        gone = (arena.lost(arena.participant(rank)) for rank in self._mine if rank in needed)
+        gone = (self._gone(place, work.what) for place, rank in enumerate(self._mine) if rank in needed)
         lost = next((each for each in gone if each is not None), None)
         if lost is None:
             return
@@ -201,6 +201,13 @@ class HierarchicalCommunicator(GlooCommunicator):
             self._lost_at = now
         elif now - self._lost_at > _LAST_WORDS_SECONDS:
             raise lost
+
+    def _gone(self, place: int, what: str) -> BaseException | None:
+        """The error for a rank of this host that has died or shut the group down."""
+        rank = self._mine[place]
+        if self._host is not None and self._host._slots.closed(place):
+            return shut_down(self.ranks, self.rank, self.ranks.index(rank), what)
+        return self._arena.lost(self._arena.participant(rank))
 
     def on_waited(self) -> None:
         self._arena.set_status("")

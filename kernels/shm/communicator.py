@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..arguments import check_tensor
-from ..call import Call, check_pieces, disagreement, labels, word_key
+from ..call import Call, check_pieces, disagreement, labels, shut_down, word_key
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
@@ -43,8 +43,7 @@ class ShmCommunicator(Communicator):
     def __init__(self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main"):
         rank = list(ranks).index(arena.mesh_rank)
         super().__init__(ranks, rank, arena, timeout=timeout, oversubscribed=arena.oversubscribed())
-        self.sleep = arena.bells.sleep
-        self.arena, self.channel = arena, channel
+        self.arena, self.channel, self.sleep = arena, channel, arena.bells.sleep
         self._participants = tuple(arena.participant(member) for member in ranks)
         self._block: int | None = None  # on the first rank, the group's block
         self._closed = 0  # how far closing has got on this rank: see `Slots.close`
@@ -124,7 +123,7 @@ class ShmCommunicator(Communicator):
             if self._closed or self.arena.heap.foreign:
                 return
             self._closed = 1
-            self._operations.drop()
+            self._operations.drop("its group was shut down on this rank", "make a new group")
             self._slots.close(1)
             self.arena.closing.append(self._given_back)
             self.arena.sweep()
@@ -155,6 +154,9 @@ class ShmCommunicator(Communicator):
 
     def on_stall(self, work: Work) -> None:
         self.poll_messages()  # so that no sender waits for room in a ring while this rank waits for something else
+        gone = [rank for rank in work.peers if self._slots.closed(rank) and not self._took_part(rank, work)]
+        if self._closed or (gone and (len(gone) == len(work.peers) or not self._is_message(work))):
+            raise shut_down(self.ranks, self.rank, self.rank if self._closed else gone[0], work.what)
         super().on_stall(work)
         if not work.is_bounded:
             self.arena.check_all_wait(work.what, Work.steps_taken)
@@ -195,8 +197,7 @@ class ShmCommunicator(Communicator):
         here, (target, piece) = self.rank, (recvs[self.rank], sends[self.rank])
         if target is None or piece is None or target.numel() != piece.numel():
             return sends, recvs, None
-        apart = abs(target.data_ptr() - piece.data_ptr())
-        if 0 < apart < piece.numel():
+        if 0 < abs(target.data_ptr() - piece.data_ptr()) < piece.numel():
             return sends, recvs, None
         return (*sends[:here], None, *sends[here + 1 :]), (*recvs[:here], None, *recvs[here + 1 :]), (target, piece)
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +39,9 @@ class Recorder:
     def collective(self, what: str, backend: str, began: float, seconds: float) -> None:
         self._collectives.append((began, seconds, what, backend))
 
-    def task(self, number: int, region: int, name: str, began: float) -> None:
+    def task(self, number: int, region: int, name: str, began: float, seconds: float) -> None:
         """Send the events of a task that is over."""
-        events: list[Any] = [(1, name, "call", began, time.time() - began, {"task": number, "region": region})]
+        events: list[Any] = [(1, name, "call", began, seconds, {"task": number, "region": region})]
         ends: list[float] = []  # when each lane is free; within a lane nothing overlaps
         for start, seconds, what, backend in sorted(self._collectives):
             lane = next((lane for lane, end in enumerate(ends) if end <= start), len(ends))

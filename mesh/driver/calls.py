@@ -55,7 +55,9 @@ class DriverCall:
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
-        self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1)
+        # Virtual shards differ along theirs in any case.
+        batch = plan.batch.axis if plan.batch.in_shards else None
+        self._axes = frozenset(name for name, size in mesh.layout.sizes if size > 1 or name == batch)
         self._follows = self._planned.key, values
         followed = driver.shipped.followed.get(self._follows)
         self._followed, self._again = self._axes <= (followed or frozenset()), 0 if followed is None else 2

@@ -28,6 +28,9 @@ from .stuck import Stuck
 INTERRUPT_SECONDS = 0.3  # after Ctrl-C, for calls under way to end by themselves
 WAIT_SECONDS = 1.0  # after Ctrl-C, for ranks to stop, before the user is told which don't
 GRACE_SECONDS = 0.75  # for ranks to give up by themselves once one has failed
+# By then a call that has failed was interrupted wherever Python can do that: after GRACE_SECONDS, if that was in the
+# end of a `with` statement after its BLOCK_SECONDS (rank.worker), and some time for a busy machine.
+INTERRUPTED_SECONDS = 2.0
 _CALL_AGAIN = (  # what to do about a call that can't be run again by itself, where values outlive their ranks
     "the mesh has replaced it and goes on, with its values; this call may have had effects and was not run again: "
     "make it again if they may happen twice"
@@ -110,7 +113,7 @@ class Recovery:
                     session.ranks.all[rank].signal(signal.SIGKILL)
             if busy and not self.interrupted and session.lasting:
                 left = [rank for rank, number in busy.items() if number >= self._first_failed]
-                self.stuck.end_timed_out(left, time.monotonic() - self._since)
+                self.stuck.end_timed_out(left, time.monotonic() - self._since - INTERRUPTED_SECONDS)
             failure = self._failure(why)
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
                 if task.settled.is_set() or task in again:

@@ -3,8 +3,8 @@
 Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
-their parameters, and deeper or larger containers of numbers and texts alone. A change of anything else deeper than
-that, or in a large container or NumPy array, is not noticed.
+their parameters, and deeper or larger containers of data alone: numbers, texts, members of an Enum, dataclasses. A
+change of anything else deeper than that, or in a large container or NumPy array, is not noticed.
 The snapshot records where it read something, so that later checks read the same places again.
 Invariant: a snapshot keeps nothing alive except small built-in values and containers too deep to look into.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import dataclasses
 import linecache
 import marshal
 import operator
@@ -24,9 +25,20 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ..rank.references import CONTAINERS, DEPTH, SCALARS, Reader, functions_of, plain_state_of, readers_of, used_by
+from ..rank.references import (
+    CONTAINERS,
+    DEPTH,
+    SCALARS,
+    Reader,
+    functions_of,
+    parts_of_data,
+    plain_state_of,
+    readers_of,
+    used_by,
+)
 
 _LOOKED_AT = 4096  # values at most
+_MARSHALLED = (dict, list, tuple, set, *SCALARS)
 _TEXT = 16  # characters of a text that count as a value
 _ARRAY_BYTES = 1 << 16  # NumPy arrays up to this size are compared by content
 _WORD = 8  # bytes
@@ -58,10 +70,10 @@ class Snapshot:
             if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
                 continue
             readers = _readers_of(obj, depth)
-            if not readers and isinstance(obj, CONTAINERS):
-                is_plain, count = _look_through(obj, plain)
+            if not readers and (isinstance(obj, CONTAINERS) or dataclasses.is_dataclass(type(obj))):
+                reader, count = _look_through(obj, plain)
                 plain -= count
-                readers = [(_content_of, DEPTH)] if is_plain else []
+                readers = [(reader, DEPTH)] if reader else []
             is_read = bool(readers) and isinstance(obj, CONTAINERS)
             if is_read:
                 into.add(at - 1)
@@ -145,19 +157,23 @@ def _changes_of_one(tensor: Any) -> list[Any]:
     return [_changes_of([tensor])]
 
 
-def _look_through(container: Any, most: int) -> tuple[bool, int]:
-    """Whether a container has nothing but numbers and texts, at any depth, and how many values tell; `most` at most."""
-    left, count = [container], 0
+def _look_through(container: Any, most: int) -> tuple[Reader | None, int]:
+    """How to read a container of data alone, at any depth, and how many values tell that it is; `most` at most."""
+    left, count, read = [container], 0, _content_of
     while left and count + len(left) <= most:
         one = left.pop()
         count += 1 + (len(one) // _TEXT if isinstance(one, str | bytes) else 0)
-        if type(one) is dict:
-            left += [*one, *one.values()]
-        elif type(one) in (list, tuple, set):
-            left += one
-        elif type(one) not in SCALARS and not isinstance(one, np.number):  # of which marshal takes the bytes
-            return False, count
-    return not left, count
+        parts = parts_of_data(one)
+        if parts is None:
+            return None, count
+        left += parts
+        if type(one) not in _MARSHALLED and not isinstance(one, np.number):  # of which marshal takes the bytes
+            read = _parts_of
+    return None if left else read, count
+
+
+def _parts_of(container: Any) -> list[Any]:
+    return parts_of_data(container) or []
 
 
 def _content_of(container: Any) -> list[Any]:

@@ -112,7 +112,8 @@ class Stuck:
                 self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
 
     def end_timed_out(self, ranks: Iterable[int], seconds: float) -> None:
-        """Kill ranks that are still in a call `seconds` after it has failed, if that is longer than the grace.
+        """Kill ranks that are still in a call `seconds` after it has failed and was interrupted, if that is longer than
+        the grace.
 
         They use the processor (in a loop in C, say), but nobody will want what they compute.
         """
@@ -123,7 +124,8 @@ class Stuck:
             pid = self._session.ranks.all[rank].pid
             status = status_of(pid)
             if status is not None and status["TracerPid"] == "0" and pid not in self.killed:
-                self._kill(rank, pid, f"was still in a call {self._grace:g} s after that had failed")
+                what = f"was still in a call {self._grace:g} s after that had failed and was interrupted"
+                self._kill(rank, pid, what)
 
     def end_stopped(self, ranks: Iterable[int]) -> None:
         """Kill those of these ranks, which are to leave the mesh, that are stopped, though not by a debugger."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import itertools
 import os
 import socket
 import time
@@ -24,9 +25,10 @@ from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
-from .environments import Launch, detect
+from ...kernels.processes import ancestors, environ_of, listens
+from .environments import Launch, detect, variables_of
 from .meeting import url
-from .roll_call import RollCall
+from .roll_call import RollCall, started_by
 from .secret import open_own, own_folders, secret_of_user
 
 _explicit: Launch | None = None
@@ -220,6 +222,9 @@ def _listener(host: str, port: int, launch: Launch) -> int:
             (host, port), family=family, backlog=1024, dualstack_ipv6=everywhere and socket.has_dualstack_ipv6()
         ).detach()
     except OSError as error:
+        for parent, name in itertools.product(ancestors(), variables_of(launch.source)[:1]):
+            if environ_of(parent).get(name) == os.environ.get(name) and listens(parent, port):
+                raise started_by(launch, parent) from None
         raise _port_error(port, launch, os.strerror(error.errno or 0)) from None
 
 

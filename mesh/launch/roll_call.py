@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import CODE_BYTES, code, same, seal, unseal
-from ...kernels.processes import gone, namespace, status_of
+from ...kernels.processes import ancestors, gone, namespace
 from .environments import Launch, variables_of
 from .secret import Secret, required
 
@@ -66,12 +66,19 @@ class _Signature:
 
 def _has_started_this(other: _Signature) -> bool:
     """Whether a process that has signed in is an ancestor of this one."""
-    pid = os.getpid()
-    while other.namespace == namespace() and (status := status_of(pid)) is not None:
-        pid = int(status["PPid"])
-        if pid == other.pid:
-            return True
-    return False
+    return other.namespace == namespace() and other.pid in ancestors()
+
+
+def started_by(launch: Launch, pid: int) -> MeshError:
+    """The error for a program that a rank has started: it is taken for that rank, whose environment it has."""
+    names = variables_of(launch.source)
+    return MeshError(
+        f"this program was started by rank {launch.rank} (process {pid}), whose variables it has, so it is taken for a "
+        "rank",
+        where=f"process {os.getpid()}, size {launch.size}, from {launch.source}",
+        remedy="start it by `spmd run`, which gives it ranks of its own"
+        + (f", or as a driver: env{''.join(f' -u {name}' for name in names)} python ..." if names else ""),
+    )
 
 
 class RollCall:
@@ -140,10 +147,11 @@ class RollCall:
             passed = time.monotonic() - began
             if parent is not None and not said and passed > _SAY_SECONDS:
                 said = True
-                print(f"spmd: waits for the other ranks: {self._started_by(parent)}", file=sys.stderr, flush=True)
+                reason = started_by(self._launch, parent.pid)
+                print(f"spmd: waits for the other ranks: {reason}", file=sys.stderr, flush=True)
             if passed > timeout:
                 if parent is not None:
-                    raise self._started_by(parent)
+                    raise started_by(self._launch, parent.pid)
                 missing = sorted(set(range(size)) - set(everyone)) or [
                     peer for peer in range(size) if not self._store.check([f"agreed/{peer}"])
                 ]
@@ -198,20 +206,9 @@ class RollCall:
             remedy = "give each process a rank of its own, and each run a meeting place of its own"
             self._refuse(problem)
             if _has_started_this(other):
-                raise self._started_by(other)
+                raise started_by(self._launch, other.pid)
         where = f"size {self._launch.size}, from {self._launch.source}"
         raise MeshError(problem, where=where, remedy=remedy)
-
-    def _started_by(self, rank: _Signature) -> MeshError:
-        """A program that a rank has started is taken for that rank, whose environment it has."""
-        names = variables_of(self._launch.source)
-        return MeshError(
-            f"this program was started by rank {self._launch.rank} (process {rank.pid}), whose variables it has, so it "
-            "is taken for a rank",
-            where=f"process {os.getpid()}, size {self._launch.size}, from {self._launch.source}",
-            remedy="start it by `spmd run`, which gives it ranks of its own"
-            + (f", or as a driver: env{''.join(f' -u {name}' for name in names)} python ..." if names else ""),
-        )
 
     def _stay(self) -> None:
         """Write this rank's entry again if somebody without the secret has overwritten it."""

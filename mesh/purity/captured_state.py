@@ -9,6 +9,7 @@ None or a flag.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import inspect
 import operator
@@ -35,7 +36,7 @@ from .generators import is_seeded, random_state
 _LOOKED_AT = 4096  # objects at most
 _ARRAY_BYTES = 1 << 16
 _BUILT_IN = (list, tuple, dict, set, deque)
-_PLAIN = (*SCALARS, np.generic)
+_PLAIN = (*SCALARS, np.generic, enum.Enum)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
 _TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 WAY = "pass it as an argument, and return its new value"
@@ -160,7 +161,7 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         yield obj.__self__, "self"
     elif "__wrapped__" in getattr(obj, "__dict__", {}):  # one that `functools.update_wrapper` made
         yield obj.__wrapped__, name
-    elif type(obj) is dict or (isinstance(obj, dict) and _is_users(type(obj))):
+    elif isinstance(obj, dict):
         yield from ((value, f"{name}[{key!r}]") for key, value in obj.items())
     elif isinstance(obj, _BUILT_IN):
         yield from ((value, f"{name}[{index}]") for index, value in enumerate(obj))
@@ -267,8 +268,8 @@ def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
 
 
 def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
-    """Finds a name that had a number, a string or a tensor as its value, and now has another or is gone."""
-    before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, Tensor))}
+    """Finds a name that had a number, a string, a member of an Enum or a tensor, and now has another or is gone."""
+    before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, enum.Enum, Tensor))}
 
     def look() -> _Change | None:
         now = names()

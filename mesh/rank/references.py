@@ -7,7 +7,9 @@ change. Invariant: functions and classes that other processes import by name are
 from __future__ import annotations
 
 import collections
+import dataclasses
 import dis
+import enum
 import functools
 import operator
 import types
@@ -25,6 +27,7 @@ from ..pickling.operators import named_among
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
 CONTAINERS = (list, tuple, set, dict, collections.deque)
+_SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
@@ -32,6 +35,7 @@ OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
 _OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
+_PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
 
 
 Reader = Callable[[Any], list[Any]]
@@ -161,6 +165,27 @@ def _items(container: Any) -> list[Any]:
     return [*(_entries(container) if isinstance(container, dict) else container), *_own_attributes(container)]
 
 
+def parts_of_data(obj: Any) -> list[Any] | None:
+    """What lies in a container or a dataclass; nothing in a number, a text or an Enum's member; None of others."""
+    if isinstance(obj, _SINGLE):
+        return []
+    if isinstance(obj, (*CONTAINERS, frozenset)):
+        return list(obj) if type(obj) in (list, tuple, set, frozenset) else _items(obj)
+    return list(attributes_of(obj).values()) if dataclasses.is_dataclass(type(obj)) else None
+
+
+def _is_data(values: list[Any]) -> bool:
+    """Whether there is nothing but data in them, at any depth, and not too many to tell."""
+    left, count = values, 0
+    while left and count + len(left) <= _PARTS:
+        parts = parts_of_data(left.pop())
+        if parts is None:
+            return False
+        count += 1
+        left += parts
+    return not left
+
+
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes, including those of inner functions."""
@@ -192,7 +217,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     """A reader of what a module and its children have besides parameters and buffers.
 
     It tells whether numbers and texts in their attributes are as now, and gives other attributes that may change (plain
-    tensors, arrays, short containers and records of numbers and texts), and those of their classes that travel with the
+    tensors, arrays, short containers and objects of data alone), and those of their classes that travel with the
     module, methods and all. What to read is found once: whether a child is another is for others to see.
     """
     modules = list(module.modules())
@@ -204,7 +229,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
         attributes, refer = vars(one), weakref.ref(one)
         own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
         names = [name for name, value in own.items() if _is_plain(value)]
-        parts += [(refer, name) for name, value in own.items() if _may_change(value)]
+        parts += [(refer, name) for name, value in own.items() if name not in names and _may_change(value)]
         # With an extra name, so that it always gives a tuple.
         get = operator.itemgetter(names[0], *names) if names else _nothing
         before = get(attributes)
@@ -232,22 +257,21 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or a text, or a tuple of these."""
+    """Whether it is a number, a text, an Enum's member and the like, or a tuple of these."""
     if type(value) is tuple:
         return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
-    return type(value) in SCALARS or isinstance(value, np.generic)
+    return isinstance(value, _SINGLE)
 
 
 def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an array, or a list, set, dictionary or object of numbers and texts."""
+    """Whether it is a tensor, an array, or a container or an object that has nothing but data."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
-    if isinstance(value, (list, set)):
-        return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
     if isinstance(value, type):
         return False
-    inside: dict[Any, Any] = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return 0 < len(inside) <= LOOKED_INTO and all(map(_is_plain, inside.values()))
+    parts = parts_of_data(value)
+    inside = list(getattr(value, "__dict__", {}).values()) if parts is None else parts
+    return bool(inside) and len(inside) <= LOOKED_INTO * (1 + isinstance(value, dict)) and _is_data(inside)
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

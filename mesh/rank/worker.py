@@ -250,10 +250,11 @@ class TracedWorker(Worker):
         debug.note_with(self._recorder.collective)
 
     def _answer(self, task: protocol.Task, packet: wire.Packet) -> wire.Packet | protocol.Unchanged:
-        began = time.time()
+        began, start = time.time(), time.perf_counter()  # the former may be set back meanwhile
         answer = super()._answer(task, packet)
         if not self.foreign:
-            self._recorder.task(task.number, task.region, self._name(task), began)
+            seconds = time.perf_counter() - start
+            self._recorder.task(task.number, task.region, self._name(task), began, seconds)
         return answer
 
     def _name(self, task: protocol.Task) -> str:

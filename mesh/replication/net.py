@@ -131,7 +131,7 @@ class Net:
     itself, and holds until it is changed in place.
 
     Args:
-        sizes: of the mesh's axes; along an axis of size 1 nothing differs.
+        sizes: of the mesh's axes; along an axis of size 1 nothing differs but virtual shards.
     """
 
     def __init__(self, sizes: dict[str, int]):

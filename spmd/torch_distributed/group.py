@@ -41,11 +41,10 @@ class ProcessGroup(_Base):
     def __init__(self, world: World, ranks: tuple[int, ...], rank: int, store: Any, name: str, seconds: float):
         super().__init__(rank, len(ranks))
         self.world, self._ranks, self._rank, self._seconds = world, ranks, rank, seconds
-        self._store, self._name = store, name
+        self._store, self._name, self._sequence = store, name, 0
         self._channel = world.channel(ranks)
         self._comms: dict[str, Communicator] = {}
         self._broken: BaseException | None = None
-        self._sequence = 0
         self._coalesced: list[Work] | None = None
         self._barrier = MonitoredBarrier(world.store_of(self._channel, store), rank, len(ranks))
         if world.opens_early(rank):
@@ -95,18 +94,20 @@ class ProcessGroup(_Base):
         return error
 
     def shutdown(self) -> None:
-        comms, self._comms = self._comms, {}
-        if not comms and self.world.opens_alone and self._broken is None and not self.world.over:
-            comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
-        for comm in comms.values():
-            comm.close()
-        self._broken = MeshError("this process group was destroyed", remedy="make a new one")
+        self._close("destroyed")
         if dist.group.WORLD is self or dist.group.WORLD is None or not isinstance(dist.group.WORLD, ProcessGroup):
             self.world.close()
 
     def abort(self) -> None:
-        self._broken = MeshError("this process group was aborted", remedy="make a new one")
-        self.world.watch.abort(f"rank {self._rank} aborted its process group")
+        self._close("aborted")  # which ends what is under way, here and on the other ranks
+
+    def _close(self, how: str) -> None:
+        comms, self._comms = self._comms, {}
+        if not comms and self.world.opens_alone and self._broken is None and not self.world.over:
+            comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
+        self._broken = MeshError(f"this process group was {how}", remedy="make a new one")
+        for comm in comms.values():
+            comm.close()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._seconds = timeout.total_seconds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import dataclasses
+import enum
 import functools
 import gc
 import linecache
@@ -37,6 +38,20 @@ def changed(function, change) -> bool:
     assert before.unchanged(function)
     change()
     return not before.unchanged(function)
+
+
+class Phase(enum.Enum):
+    TRAIN = "train"
+    TEST = "test"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Rate:
+    now: float
 
 
 class Settings:
@@ -178,6 +193,13 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
         args = given.get(name, 3)
         assert changed(function, lambda v=value, n=name, a=args: getattr(v, n)(*(a if type(a) is tuple else (a,))))
         assert changed(function, lambda: setattr(dropout, "p", None))
+    for value in (Phase.TEST, torch.float32):
+        dropout.p = Phase.TRAIN
+        assert changed(function, lambda value=value: setattr(dropout, "p", value))
+    settings = {"phase": Phase.TRAIN, "rates": collections.OrderedDict(a={"b": [1]}), "now": 1.0}
+    for dropout.p in (settings, types.SimpleNamespace(**settings), [settings], (settings,)):
+        assert not changed(function, lambda: None)
+        assert changed(function, lambda: settings["rates"]["a"]["b"].append(2))
     lonely = torch.nn.Identity()
     lonely.rate = float("nan")
     assert not changed(lambda x: lonely(x), lambda: None)
@@ -258,7 +280,7 @@ def test_how_deep_and_how_far_it_looks():
     assert Snapshot(lambda: wide).size < 3 * shipping._LOOKED_AT
 
 
-def test_numbers_and_texts_alone_are_seen_at_any_depth():
+def test_data_alone_is_seen_at_any_depth():
     """And in longer containers, which keep their length."""
     deep = {"1": {"2": {"3": {"4": {"5": [0, {"6": "a"}]}}}}}
     assert changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"]["5"][1].update({"6": "b"}))
@@ -273,6 +295,18 @@ def test_numbers_and_texts_alone_are_seen_at_any_depth():
     assert not changed(lambda: (deep, long, table, members), lambda: None)
     longest = [0.5] * (shipping._LOOKED_AT + 1)
     assert not changed(lambda: longest, lambda: longest.insert(0, longest.pop() + 1))  # the documented limit
+    long, rate, ordered = [0.5] * many, Rate(0.1), collections.OrderedDict(a=[1])
+    for other in (Phase.TRAIN, Number.ONE, torch.float32, ordered, rate, (1, frozenset({2}))):
+        deep["1"]["2"]["3"]["4"]["kind"] = other
+        long[0] = other
+        assert not changed(lambda: (deep, long), lambda: None)
+        assert changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"]["5"].append(1))
+        assert changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"].update(kind=2))
+        assert changed(lambda: long, lambda: long.insert(1, long.pop() + 1))
+    deep["1"]["2"]["3"]["4"]["kind"] = [ordered, rate, Phase.TRAIN]
+    assert changed(lambda: deep, lambda: ordered["a"].append(2))
+    assert changed(lambda: deep, lambda: setattr(rate, "now", 0.2))
+    assert changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"]["kind"].__setitem__(2, Phase.TEST))
 
 
 def test_numbers_that_are_not_equal_to_themselves():

@@ -180,6 +180,33 @@ def test_ranks_that_are_left_alone(mesh: Mesh, tmp_path: Path) -> None:
     assert mesh.driver.pids == pids
 
 
+class Ends:
+    """A block whose end computes for ever, where Python can interrupt it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        while True:
+            pass
+
+
+def test_a_rank_that_ends_a_block_when_its_call_fails_is_interrupted(mesh: Mesh) -> None:
+    """It is given half a second to end it; a grace time that is about as short begins after that."""
+    pids = mesh.driver.pids
+
+    def fails() -> float:
+        comm = mesh.comm()
+        if comm.rank == 1:
+            with Ends():
+                comm.barrier()
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        mesh.run(fails)
+    assert works(mesh) and mesh.driver.pids == pids
+
+
 @contextlib.contextmanager
 def hardly_any_processor() -> Iterator[Path]:
     """The file of a control group whose processes may run for a millisecond a second, to write their numbers to."""

@@ -31,6 +31,8 @@ with Mesh({"data": 2}, hosts=sys.argv[1] if len(sys.argv) > 1 else None, timeout
     def slow():
         time.sleep(0.05)
         mesh.comm().barrier()
+        now = time.time
+        time.time = lambda: now() - 3600  # the clock is set back
 
     mesh.run(slow)
 """
@@ -122,7 +124,7 @@ def test_collectives_that_overlap_have_lanes_of_their_own() -> None:
     recorder = Recorder(b"key", sent.append)
     for began, seconds in ((1.0, 2.0), (2.0, 2.0), (3.5, 1.0)):
         recorder.collective("all_reduce float32[4] (sum)", "shm", began, seconds)
-    recorder.task(7, 1, "step", 0.0)
+    recorder.task(7, 1, "step", 0.0, 5.0)
     events = json.loads(sent[0]["events"])
     assert [(lane, began) for lane, _, _, began, _, _ in events] == [(1, 0.0), (2, 1.0), (3, 2.0), (2, 3.5)]
     assert "key" not in sent[0]["mesh"] and sent[0]["task"] == 7

@@ -206,6 +206,10 @@ def test_aux_of_every_kind(shared_mesh):
         found = spmd(data_parallel(step, shards=4), mesh=shared_mesh({"data": size}))(torch.tensor(2.0), batch)
         assert found["ids"].full().tolist() == order and found["each"].full().tolist() == [2 * i for i in order]
         assert found["float"] == pytest.approx(6.0) and found["name"] == "x" and found["count"].item() == 3
+    for size in (1, 2):  # a single rank could return its rows as they are
+        whole = data_parallel(lambda w, batch: value_and_grad(loss, has_aux=True)(w, batch)[0][1]["ids"], shards=4)
+        with pytest.raises(SpecError, match=r"the same on all ranks along data|differ between ranks along data"):
+            spmd(whole, mesh=shared_mesh({"data": size}))(torch.tensor(2.0), batch)
     few = {name: leaf[:2] for name, leaf in batch.items()}
     found = spmd(data_parallel(step, shards=4), mesh=shared_mesh({"data": 4}))(torch.tensor(2.0), few)
     assert found["ids"].full().tolist() == [0, 1] and found["count"].item() == 3
@@ -261,6 +265,14 @@ REFUSED = {
     "integers that differ": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), int(x[0])), has_aux=True)(w, batch)[0][1],
         "aux differs between",
+    ),
+    "integers that agree by chance": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x.argmin()), has_aux=True)(w, batch)[0][1],
+        "aux may differ between",
+    ),
+    "rows that agree by chance": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), (0 * x[:1]).long()), has_aux=True)(w, batch)[0][1],
+        "aux may differ between",
     ),
     "aux of other shapes": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x * w), has_aux=True)(w, batch)[0][1],

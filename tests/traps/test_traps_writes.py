@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import random
 import warnings
 from collections.abc import Callable
@@ -201,6 +202,11 @@ def test_launched_ranks_keep_their_tensors(tmp_path: Any) -> None:
 total = 0
 
 
+class Phase(enum.Enum):
+    WARMUP = 1
+    MAIN = 2
+
+
 class Trainer:
     rate = 0.5
 
@@ -224,6 +230,16 @@ def appends() -> Callable:
 def appends_deeper() -> Callable:
     history = {"loss": [1.0]}
     return lambda x: (history["loss"].append(2.0), x)[1]
+
+
+def appends_in_order() -> Callable:
+    history = collections.OrderedDict(loss=[1.0])
+    return lambda x: (history["loss"].append(2.0), x)[1]
+
+
+def begins_another_phase() -> Callable:
+    state = {"phase": Phase.WARMUP}
+    return lambda x: (state.update(phase=Phase.MAIN), x)[1]
 
 
 def exchanges() -> Callable:
@@ -306,6 +322,8 @@ def schedules() -> Callable:
 CHANGES = {
     "a list": (appends, "losses with 0 entries before, and 1 after"),
     "a list in a dictionary": (appends_deeper, r"history\['loss'\] with 1 entries before, and 2 after"),
+    "a list in an OrderedDict": (appends_in_order, r"history\['loss'\] with 1 entries before, and 2 after"),
+    "a member of an Enum": (begins_another_phase, r"another state\['phase'\]"),
     "an entry": (exchanges, r"another best\[0\]"),
     "a counter": (counts, "a count of seen"),
     "a deque": (queues, r"another recent\[0\]"),
