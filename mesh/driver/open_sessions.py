@@ -9,12 +9,14 @@ import threading
 import time
 import traceback
 
+from ...kernels.errors import MeshError
 from ..display import trace
 from ..failure import ranks_text
 from .receiving import Receiving
 from .session_view import Session
 
 SAY_SECONDS = 3.0  # after which closing says what it waits for
+_AT_EXIT = "the driver exited"
 
 
 _open: set[Session] = set()
@@ -74,9 +76,11 @@ def close_quietly(session: Session) -> None:
 
 def close_all() -> None:
     """At exit, close every mesh that is still open, and show errors that nobody has seen."""
+    if _open:
+        _quieten_daemons()
     for session in list(_open):
         try:
-            session.close("the driver exited")
+            session.close(_AT_EXIT)
         except BaseException:
             traceback.print_exc()
             print(
@@ -85,3 +89,15 @@ def close_all() -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _quieten_daemons() -> None:
+    """Have daemon threads, which end with the program, print nothing of meshes that it closes while they use them."""
+    show = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        is_daemon = args.thread is not None and args.thread.daemon
+        if not (is_daemon and isinstance(args.exc_value, MeshError) and _AT_EXIT in str(args.exc_value)):
+            show(args)
+
+    threading.excepthook = hook

@@ -131,6 +131,44 @@ def test_a_program(how, tmp_path):
     assert end_within(2, [int(pid) for pid in pids.split()[1:]])
 
 
+DAEMONS = """
+import atexit, threading
+from spmd import Mesh
+
+def calls(begun, call):
+    while True:
+        call()
+        begun.set()
+
+def fails():
+    raise ValueError("of the thread itself")
+
+def wait_for(threads):
+    for thread in threads:
+        thread.join()
+
+threads = []
+atexit.register(wait_for, threads)  # when the mesh has been closed
+mesh = Mesh({"data": 2})
+counter = mesh.remote(list, rank=1)
+tries = [lambda: mesh.run(abs, 1), lambda: mesh.submit(abs, 1).result(), lambda: counter.append(1).get()]
+for call in tries:
+    begun = threading.Event()
+    threads.append(threading.Thread(target=calls, args=(begun, call), daemon=True))
+    threads[-1].start()
+    begun.wait()
+threads.append(threading.Thread(target=lambda: (wait_for(threads[:3]), fails()), daemon=True))
+threads[-1].start()
+"""
+
+
+def test_daemon_threads_that_use_a_mesh_when_the_program_ends():
+    """They end with it, and print nothing of that, as threads that use torch; other errors they print."""
+    code, out, err = run("-c", DAEMONS, env=ENDS_WHOLLY)
+    assert (code, out) == (0, "") and err.count("Traceback") == 1, err
+    assert "MeshError" not in err and "ValueError: of the thread itself" in err
+
+
 AT_THE_END = """
 import atexit, sys, threading, time
 
