@@ -64,7 +64,7 @@ class Source(Protocol):
 
     Attributes:
         hints: shape, dtype and spec of each, without waiting: until the call is over, those of the last such call.
-        sure: whether the hints are right, if those of the values that went into the call are.
+        sure: whether the hints are right, and not only likely.
         deal: how a `Loader` dealt them.
         donated: the index of each value that was donated -> the name of the function that got its memory.
 

@@ -119,7 +119,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if dtype is not None:
         func, name, args, kwargs = torch.Tensor.to, "to", (args[0], dtype), {}
         leaves, treedef = trees.flatten((args, kwargs))
-    _be_sure(leaves)
+    is_sure = _be_sure(leaves)
     layout = mesh.layout
     way, specs, out = _way(layout, name, treedef, tuple(map(_kind_of, leaves)))
     # How results are cut may depend on a number (a dropout's), and known results are looked up by program.
@@ -137,7 +137,7 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                 for result in trees.leaves(results, is_leaf=is_array):
                     _ = result.shape
             for result in filter(is_array, trees.leaves(results)):
-                result._source.sure = True
+                result._source.sure |= is_sure
     except SpmdError:
         if mesh.layout is layout:
             raise
@@ -183,12 +183,16 @@ def _refuse_write(name: str, *, inplace: Any) -> NoReturn:
 run_as_written([operate, *map(inspect.unwrap, filter(inspect.isfunction, vars(Array).values()))])  # no tensors to trace
 
 
-def _be_sure(leaves: list[Any]) -> None:
-    """Wait for @spmd functions if some results are cut: how depends on all shapes, and ranks could not tell others."""
+def _be_sure(leaves: list[Any]) -> bool:
+    """Wait for @spmd functions if some results are cut: how depends on all shapes, and ranks could not tell others.
+
+    Returns whether the shapes of all are known.
+    """
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
     if not all(array._source.sure for array in arrays) and any(array.hint().spec.entries for array in arrays):
         for array in arrays:
             _ = array.shape
+    return all(array._source.sure for array in arrays)
 
 
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:

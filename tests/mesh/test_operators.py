@@ -187,6 +187,10 @@ def test_a_step_is_given_what_values_have_sized(shared_mesh: Any) -> None:
     for x in (torch.tensor([1.0, 2, 3, 4, -1, -1]), torch.tensor([1.0, 2, 3, 4, 50, -1])):
         for _ in range(2):
             assert float(uneven(positive(x))) == x[x > 0].mean()
+    found = spmd(lambda x: x[x > 0], mesh=mesh)
+    for numbers in ([1.0, 2, 3, 4, -1, -1], [1.0, 2, 3, 4, -1, -1], [1.0, -1, -1, 4, 50, -1], [1.0, 2, -1, -1, -1, -1]):
+        x = torch.tensor(numbers)
+        assert float(uneven(found(x) * 2)) == pytest.approx(float(x[x > 0].mean() * 2))
     for _ in range(2):
         with pytest.raises(SpecError, match="dimension 0 of size 5 is not divisible by axis data of size 2"):
             mean(positive(torch.tensor([1.0, 2, 3, 4, 5, -1]))).full()
