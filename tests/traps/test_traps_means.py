@@ -566,6 +566,21 @@ def test_losses_with_the_same_code_in_one_step_are_all_judged(mesh: Mesh, made: 
         fetch(step(PARAMS, BATCH))
 
 
+class Unset:
+    """A loss with a property that can't be read."""
+
+    @property
+    def reduction(self) -> str:
+        raise AttributeError("it is not set")
+
+    def __call__(self, p, b):
+        return F.cross_entropy(net(p, b), b["label"])
+
+
+def test_what_cannot_be_read_of_a_loss_is_left(mesh: Mesh) -> None:
+    assert not warned(mesh, Unset())
+
+
 def test_that_a_loss_is_evaluated_again_is_not_seen(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     """Each rank logs once in a call, and random numbers go on as they would have."""
 

@@ -7,6 +7,7 @@ Invariant: functions that communicate are evaluated only once, or ranks would wa
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import types
 import weakref
@@ -165,7 +166,8 @@ def _words(held: Iterable[Any], depth: int) -> Iterator[Any]:
         elif kind == "holder" and depth:
             yield from _words(vars(one).values(), 0)
         elif kind == "reduction":
-            yield _word(one.reduction)
+            with contextlib.suppress(Exception):  # a property, which may raise anything
+                yield _word(one.reduction)
 
 
 def _word(value: Any) -> str | None:
