@@ -143,11 +143,12 @@ class Auxiliary:
             ]
         if any(differs):
             path, leaf = self._paths()[differs.index(True)], self.leaves[differs.index(True)]
+            whose, way = ("virtual shards", "") if region.batch.in_shards else ("ranks", "psum it first, ")
             raise SpecError(
-                f"aux{path} may differ between ranks, for what it is computed of, and cannot be averaged",
+                f"aux{path} may differ between {whose}, for what it is computed of, and cannot be averaged",
                 got=shown(leaf),
                 where=region.session.where(),
-                remedy="psum it first, return its mean as a float, or wrap it in Sharded(value, spec)",
+                remedy=f"{way}return its mean as a float, or wrap it in Sharded(value, spec)",
             )
 
     def _note_agreement(self, over: tuple[str, ...]) -> None:

@@ -268,11 +268,11 @@ REFUSED = {
     ),
     "integers that agree by chance": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x.argmin()), has_aux=True)(w, batch)[0][1],
-        "aux may differ between",
+        "aux may differ between virtual shards",
     ),
     "rows that agree by chance": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), (0 * x[:1]).long()), has_aux=True)(w, batch)[0][1],
-        "aux may differ between",
+        "aux may differ between virtual shards",
     ),
     "aux of other shapes": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x * w), has_aux=True)(w, batch)[0][1],
