@@ -26,6 +26,7 @@ from spmd.mesh.driver import open_sessions
 from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
+from spmd.mesh.remote import caller
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, traceback
@@ -421,6 +422,16 @@ def test_ctrl_c_while_a_function_is_sent(make_mesh, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         mesh.run(function)
     assert mesh.run(function) == [7, 7]
+
+
+def test_ctrl_c_when_an_object_was_made(make_mesh, monkeypatch):
+    """Nobody has its handle: it goes, and a mesh on which no object lives can be resized."""
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setattr(caller, "Remote", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        mesh.remote(list)
+    mesh.resize({"data": 1})
+    assert mesh.run(int) == [0]
 
 
 def test_values_that_go_in_a_cycle(make_mesh):
