@@ -209,6 +209,12 @@ class ShippedObjects:
         for key in self._naming_values:
             yield protocol.Ship(key), self._packets[key]
 
+    def tell_naming_values(self) -> None:
+        """Send all ranks the objects that name values: they are new, and have these values."""
+        with self._session.lock:
+            for message, packet in self.naming_values():
+                self._session.tell(message, packet)
+
     def drop_naming_values(self) -> None:
         """Have objects that name values pickled and sent to all ranks again when they are needed, after the values."""
         for key in tuple(self._naming_values):

@@ -29,7 +29,7 @@ class uninterrupted:
         self._handlers: dict[int, Any] = {}
         if _shielded or threading.current_thread() is not threading.main_thread():
             return
-        self._held: list[tuple[int, Any]] = []
+        self._held: list[tuple[Any, int, Any]] = []
         try:
             for number in _HANDLED:
                 handler = _signal.getsignal(number)
@@ -42,7 +42,7 @@ class uninterrupted:
         _shielded = bool(self._handlers)
 
     def _hold(self, number: int, frame: Any) -> None:
-        self._held.append((number, frame))
+        self._held.append((self._handlers[number], number, frame))
 
     def __exit__(self, *_: object) -> None:
         global _shielded
@@ -51,15 +51,19 @@ class uninterrupted:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Restore the handlers, and run those whose signal came meanwhile."""
+        """Restore the handlers, and run those whose signal came meanwhile; any of them may raise an exception."""
         try:
-            for number, handler in self._handlers.items():
-                _signal.signal(number, handler)
+            while self._handlers:
+                number, handler = next(reversed(self._handlers.items()))
+                _signal.signal(number, handler)  # from here on it may run, and so end this loop
+                del self._handlers[number]
         finally:
-            if self._held:
-                number, frame = self._held.pop(0)
+            if self._handlers:
+                self._give_back()
+            elif self._held:
+                handler, number, frame = self._held.pop(0)
                 try:
-                    self._handlers[number](number, frame)
+                    handler(number, frame)
                 finally:
                     self._give_back()
 

@@ -80,29 +80,29 @@ class Caller:
             raise Unreached from error
         packet, refs = self.contents.of_call(args, kwargs, label)
         if restore and refs:
+            packet.close()
             raise MeshError(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()")
         making = duplicate(packet)
-        self.made.add(name)
-        ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
         try:
+            self.made.add(name)
+            ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
             methods = ref.get()
-        except BaseException as error:
-            self.made.discard(name)
+            assert connection.peer is not None
+            handle = Remote(self, connection.peer, name, label, methods, owns=True)
+            if restore:
+                one = Restorable(name, label, connection.peer, making, handle=weakref.ref(handle))
+                self.restoring.add(one, connection)
+            else:
+                making.close()
+            return handle
+        except BaseException as error:  # the class has raised, or Ctrl-C was pressed: nobody can call what is made
             making.close()
-            if connection.peer is not None:  # the class has raised, or Ctrl-C was pressed: nobody can call what is made
-                self.dropped_names.append((connection.peer, name))
-                self._post.wake()
+            self.dropped_names.append((connection.peer or (rank, 0), name))
+            self._post.wake()
             if isinstance(error, PeerLost) and connection.peer is None:
                 # A process that was about to die has accepted the connection, and read nothing.
                 raise Unreached from None
             raise
-        assert connection.peer is not None
-        handle = Remote(self, connection.peer, name, label, methods, owns=True)
-        if restore:
-            self.restoring.add(Restorable(name, label, connection.peer, making, handle=weakref.ref(handle)), connection)
-        else:
-            making.close()
-        return handle
 
     def invoke(self, handle: Remote, method: str, args: tuple, kwargs: dict[str, Any]) -> Ref:
         """Call a method of an object."""
@@ -130,8 +130,8 @@ class Caller:
         label: str,
         restorable: Restorable | None = None,
     ) -> Ref:
-        caller = self._post.residents.current()
         try:
+            caller = self._post.residents.current()
             if connection is not None:
                 self._wait_for_room(connection, owner)
             with uninterrupted(), self._post.lock:

@@ -48,7 +48,7 @@ class Remote:
         self._methods, self._owns = methods, owns
 
     def __del__(self) -> None:
-        if getattr(self, "_owns", False):
+        if self.__dict__.get("_owns"):  # not if `__init__` was interrupted
             self._caller.dropped(self)
 
     def __getattr__(self, name: str) -> Method:

@@ -99,8 +99,8 @@ class Node(Owned):
     def in_use(self) -> bool:
         """Whether objects that this process has made are alive, or its calls are under way."""
         with self.lock:
-            made = len(self.caller.made) > len(self.caller.dropped_names)
-            return made or any(connection.pending for connection in self._to.values())
+            dropped = {name for _, name in tuple(self.caller.dropped_names)}
+            return not self.caller.made <= dropped or any(connection.pending for connection in self._to.values())
 
     def wake(self) -> None:
         self._exchange.wake()

@@ -255,7 +255,7 @@ class Resizing:
     def _switch(self) -> float:
         driver, ranks = self._driver, self._newcomers.ranks
         old, arena = driver.ranks, driver.ranks.arena
-        with contextlib.ExitStack() as switch:
+        with contextlib.ExitStack() as switched, contextlib.ExitStack() as switch:
             with _quiet(driver):
                 began = time.monotonic()
                 _check_remote(driver)
@@ -274,26 +274,33 @@ class Resizing:
                     for msg, packet in driver.shipped.for_newcomer(self._newcomers.known):
                         driver.tell(msg, packet)
                     puts = moved.put(driver)
-                    _read_again(driver)
-            listening = threading.Event()
-            driver.receiving.soon(functools.partial(self._listen, old.all, listening))
+                    for values in driver.values.of_calls(read=True):  # the current batches; nobody waits for it
+                        values.unread_on.clear()
+                        values.not_read(range(driver.layout.size))
+                        send_read(driver, values)
+                    listening = threading.Event()
+                    driver.receiving.soon(functools.partial(self._listen, old.all, listening))
+                    # These come in any case: a Ctrl-C that came until here is raised at the end of this block.
+                    switched.callback(self._leave, old, listening)
+                    switch.callback(driver.shipped.tell_naming_values)
             for task in puts:
                 driver.debugging.wait(task)
                 if task.failure is not None:
                     driver.wait(task)
-            with driver.lock:
-                for msg, packet in driver.shipped.naming_values():
-                    driver.tell(msg, packet)
+            del moved
+        driver.check_open()
+        return began
+
+    def _leave(self, old: Any, listening: threading.Event) -> None:
+        """Let the old ranks end, once the new ones are listened to."""
+        driver = self._driver
         while not listening.wait(_CLOSED_SECONDS) and driver.closed is None:  # nothing listens to a closed mesh
             pass
         self._newcomers.show_printed()
-        del moved
         if driver.leaving is not None:
             driver.leaving.join()
         driver.leaving = threading.Thread(target=old.leave, name="spmd-leaving", daemon=True)
         driver.leaving.start()
-        driver.check_open()
-        return began
 
     def _listen(self, gone: list[Any], done: threading.Event) -> None:
         """On the receiving thread: listen to the new ranks from now on."""
@@ -339,11 +346,3 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
                 yield
                 return
         time.sleep(0.001)
-
-
-def _read_again(driver: DriverSession) -> None:
-    """Have the new ranks read the current batches; nobody waits for it."""
-    for values in driver.values.of_calls(read=True):
-        values.unread_on.clear()
-        values.not_read(range(driver.layout.size))
-        send_read(driver, values)

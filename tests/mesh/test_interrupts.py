@@ -23,8 +23,10 @@ from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
 from spmd.mesh.array import meta
 from spmd.mesh.driver import open_sessions
+from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
+from spmd.mesh.remote import caller
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, traceback
@@ -231,6 +233,27 @@ def test_a_block_that_is_not_interrupted():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.parametrize("pressed", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_that_comes_while_handlers_are_restored(monkeypatch, pressed):
+    """Its handler raises an exception before the others are restored: they are, all the same."""
+
+    came, set_handler = [], interrupts._signal.signal
+
+    def restored(number, handler):
+        set_handler(number, handler)
+        if number == pressed and not came:
+            came.append(number)
+            signal.raise_signal(number)
+
+    def stop(number, frame):
+        raise ZeroDivisionError
+
+    with handled(stop, signal.SIGINT), handled(stop, signal.SIGUSR1), monkeypatch.context() as patched:
+        with pytest.raises(ZeroDivisionError), uninterrupted():
+            patched.setattr(interrupts._signal, "signal", restored)
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGUSR1) is stop
+
+
 def test_interrupts_at_any_moment(make_mesh):
     """Whatever the driver does when Ctrl-C comes, the ranks agree on what they were told, and go on."""
     mesh = make_mesh({"data": 2})
@@ -399,6 +422,16 @@ def test_ctrl_c_while_a_function_is_sent(make_mesh, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         mesh.run(function)
     assert mesh.run(function) == [7, 7]
+
+
+def test_ctrl_c_when_an_object_was_made(make_mesh, monkeypatch):
+    """Nobody has its handle: it goes, and a mesh on which no object lives can be resized."""
+    mesh = make_mesh({"data": 2})
+    monkeypatch.setattr(caller, "Remote", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        mesh.remote(list)
+    mesh.resize({"data": 1})
+    assert mesh.run(int) == [0]
 
 
 def test_values_that_go_in_a_cycle(make_mesh):

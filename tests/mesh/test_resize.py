@@ -331,6 +331,26 @@ def test_another_thread_calls_meanwhile(mesh: Mesh) -> None:
     assert not wrong and set(found) <= {1.0, 2.0, 3.0} and found[-1] == 3.0
 
 
+def test_ctrl_c_at_the_switch_to_new_ranks(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised once the mesh has its new size: the new ranks are heard, have all, and the old ones end."""
+    value, before, hand_over = put(torch.arange(2.0), mesh=mesh), mesh.driver.pids, mesh.driver.hand_over
+
+    def names() -> float:
+        return float(value.local.sum())
+
+    assert mesh.run(names) == [1.0] * 2
+
+    def interrupted(*what: Any) -> None:
+        hand_over(*what)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(mesh.driver, "hand_over", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mesh.resize({"data": 1})
+    assert mesh.run(names) == [1.0] and value.full().tolist() == [0, 1]
+    assert end_within(HANGS, before)
+
+
 def test_interrupted_while_the_new_ranks_start(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C: they are ended, once, and the mesh goes on as it was."""
     ended, awake, main = [], threading.Event(), threading.get_ident()
