@@ -41,7 +41,7 @@ class ProcessGroup(_Base):
     def __init__(self, world: World, ranks: tuple[int, ...], rank: int, store: Any, name: str, seconds: float):
         super().__init__(rank, len(ranks))
         self.world, self._ranks, self._rank, self._seconds = world, ranks, rank, seconds
-        self._store, self._name, self._sequence = store, name, 0
+        self._store, self._name, self._sequence, self._since = store, name, 0, world.watch.generation
         self._channel = world.channel(ranks)
         self._comms: dict[str, Communicator] = {}
         self._broken: BaseException | None = None
@@ -102,8 +102,8 @@ class ProcessGroup(_Base):
         self._close("aborted")  # which ends what is under way, here and on the other ranks
 
     def _close(self, how: str) -> None:
-        comms, self._comms = self._comms, {}
-        if not comms and self.world.opens_alone and self._broken is None and not self.world.over:
+        comms, self._comms, world = self._comms, {}, self.world
+        if not (comms or self._broken or world.over) and world.opens_alone and world.watch.generation == self._since:
             comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
         self._broken = MeshError(f"this process group was {how}", remedy="make a new one")
         for comm in comms.values():

@@ -91,6 +91,25 @@ def test_groups_are_made_anew_when_the_program_has_begun_again(mesh: spmd.Mesh, 
     assert mesh.run(totals) == [(4, 4, False)] * 4
 
 
+def test_groups_that_a_failed_region_leaves_are_destroyed(mesh: spmd.Mesh) -> None:
+    """Also by ranks that have never used them; nobody waits for what was before the failure."""
+
+    def fails() -> None:
+        _ = mesh.device_mesh
+        if mesh.rank == 3:
+            raise ValueError("on purpose")
+        dist.barrier()
+
+    def total() -> float:
+        _ = mesh.device_mesh
+        dist.destroy_process_group()
+        return spmd.put(torch.ones(4), P("model")).to_dtensor().sum().full_tensor().item()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        mesh.run(fails)
+    assert mesh.run(total) == [4] * 4
+
+
 def test_compiled_code_reads_it(make_mesh: Any) -> None:
     """Also the first time, which makes process groups: the compiler leaves that as it is."""
     mesh = make_mesh({"data": 2})
