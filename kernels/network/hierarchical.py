@@ -32,6 +32,7 @@ from .gloo import GlooCommunicator
 from .hosts import HostWatch
 
 _LAST_WORDS_SECONDS = 2.0  # by then, everything that a rank sent before it died has arrived
+_HOST = "the ranks of its host"  # what it waits for at first
 
 
 def communicator(
@@ -118,7 +119,7 @@ class HierarchicalCommunicator(GlooCommunicator):
             if not self._is_subtree():
                 return (yield from super()._all_reduce(call, flat, op))
             added, across_hosts = Pairwise(1.0), op  # only the root is scaled
-        self._waits_for = "the ranks of its host"
+        self._waits_for = _HOST
         partial = yield from host._all_reduce(call, flat, added)
         total: Any = None
         if across is not None:
@@ -158,7 +159,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         """As `NetworkedCommunicator._agree`: first on each host, then among the leaders."""
         assert self._host is not None
         members, size = self._host.size, self.size
-        self._waits_for = "the ranks of its host"
+        self._waits_for = _HOST
         mine, rows = torch.tensor(send_sizes, device="cpu"), torch.empty(members, size, dtype=torch.int64, device="cpu")
         yield from self._host._exchange(call, [as_bytes(mine)] * members, [as_bytes(row) for row in rows])
         table = torch.empty(size, size, dtype=torch.int64, device="cpu")
@@ -193,7 +194,9 @@ class HierarchicalCommunicator(GlooCommunicator):
         """
         now = time.monotonic()
         needed = {self.ranks[peer] for peer in work.peers} if self._is_message(work) else set(self._mine)
-        gone = (self._gone(place, work.what) for place, rank in enumerate(self._mine) if rank in needed)
+        # In later parts of a collective one may have shut the group down that has taken its part.
+        looks_closed = self._is_message(work) or self._waits_for == _HOST
+        gone = (self._gone(at, work.what, looks_closed) for at, rank in enumerate(self._mine) if rank in needed)
         lost = next((each for each in gone if each is not None), None)
         if lost is None:
             return
@@ -202,10 +205,10 @@ class HierarchicalCommunicator(GlooCommunicator):
         elif now - self._lost_at > _LAST_WORDS_SECONDS:
             raise lost
 
-    def _gone(self, place: int, what: str) -> BaseException | None:
-        """The error for a rank of this host that has died or shut the group down."""
+    def _gone(self, place: int, what: str, looks_closed: bool) -> BaseException | None:
+        """The error for a rank of this host that has died or, if that matters, shut the group down."""
         rank = self._mine[place]
-        if self._host is not None and self._host._slots.closed(place):
+        if looks_closed and self._host is not None and self._host._slots.closed(place):
             return shut_down(self.ranks, self.rank, self.ranks.index(rank), what)
         return self._arena.lost(self._arena.participant(rank))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -86,9 +85,8 @@ class Meeting:
         return found
 
     def _why_ended(self, index: int) -> str | None:
-        handle = self._handles[index]
-        ended = isinstance(handle, subprocess.Popen) and handle.poll() is not None
-        return "what was started there has ended" if ended else None
+        poll = getattr(self._handles[index], "poll", None)  # of a `subprocess.Popen`, or of what is like one
+        return "what was started there has ended" if callable(poll) and poll() is not None else None
 
     def _did_not_come(self, names: list[str], why: str) -> MeshError:
         remedy = (
