@@ -43,12 +43,12 @@ class Recorder:
         """Send the events of a task that is over."""
         events: list[Any] = [(1, name, "call", began, seconds, {"task": number, "region": region})]
         ends: list[float] = []  # when each lane is free; within a lane nothing overlaps
-        for start, seconds, what, backend in sorted(self._collectives):
+        for start, lasted, what, backend in sorted(self._collectives):
             lane = next((lane for lane, end in enumerate(ends) if end <= start), len(ends))
-            ends[lane : lane + 1] = [start + seconds]
+            ends[lane : lane + 1] = [start + lasted]
             name_, _, details = what.partition(" ")
             about = {"of": details, "over": backend, "task": number}
-            events.append((2 + lane, name_, "collective", start, seconds, about))
+            events.append((2 + lane, name_, "collective", start, lasted, about))
         self._collectives.clear()
         fields = {"name": LOGGER, "levelno": LEVEL, "levelname": "DEBUG", "msg": name}
         self._send({**fields, "mesh": self._mesh, "task": number, "called": name, "events": json.dumps(events)})

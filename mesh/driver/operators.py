@@ -189,10 +189,12 @@ def _be_sure(leaves: list[Any]) -> bool:
     Returns whether the shapes of all are known.
     """
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
-    if not all(array._source.sure for array in arrays) and any(array.hint().spec.entries for array in arrays):
+    is_sure = all(array._source.sure for array in arrays)
+    if not is_sure and any(array.hint().spec.entries for array in arrays):
         for array in arrays:
             _ = array.shape
-    return all(array._source.sure for array in arrays)
+        return True
+    return is_sure
 
 
 def _kind_of(leaf: Any) -> Meta | tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import warnings
@@ -579,6 +580,24 @@ class Unset:
 
 def test_what_cannot_be_read_of_a_loss_is_left(mesh: Mesh) -> None:
     assert not warned(mesh, Unset())
+
+
+@dataclasses.dataclass
+class Step:
+    """A step that can't be hashed."""
+
+    exponent: float
+
+    def __call__(self, params, batch):
+        def step(params, batch):
+            return value_and_grad(Power(self.exponent).loss)(params, batch)
+
+        return data_parallel(step)(params, batch)
+
+
+def test_a_loss_in_a_step_that_cannot_be_hashed_is_judged(mesh: Mesh) -> None:
+    with pytest.warns(UserWarning, match="is not a mean over samples"):
+        fetch(spmd(Step(2.0), mesh=mesh)(PARAMS, BATCH))
 
 
 def test_that_a_loss_is_evaluated_again_is_not_seen(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:

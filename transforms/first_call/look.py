@@ -61,7 +61,8 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and _is_split(call, name, sizes[name])}
     shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
-    key = (*_code(call.function), call.nested, call.over, *call.plan.samples.items())
+    code = _code(call.function)
+    key = (*code, call.nested, call.over, *call.plan.samples.items())
     lookup: Any = None
     if not batch and not call.nested and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in aux.leaves):
         call.region.looks += 1
@@ -81,9 +82,9 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
         return
     was_warned, is_judged = _look_at_given(call, out, split, rows), False
     if split and rows and not communicates:
-        is_judged = not was_warned and _is_judged(call, out)
+        is_judged = not was_warned and _is_judged(call, out, code)
         if look_at_samples(call, out, aux, batch, split, is_judged=is_judged):
-            _note_warned(call)
+            _note_warned(call, code)
     if is_judged and not bool(out.value.isfinite().all()):
         return
     if len(looked_at) >= _MOST:
@@ -112,29 +113,31 @@ def _is_split(call: Call, axis: str, size: int) -> bool:
     return size > 1 or (virtual is not None and virtual.axis == axis and len(virtual.sizes) > 1)
 
 
-def _is_judged(call: Call, out: Output) -> bool:
+def _is_judged(call: Call, out: Output, code: tuple[Any, ...]) -> bool:
     """Whether to find out now if a step's function is a mean over samples."""
     if call.nested or not call.plan.samples or torch_private.is_fake(out.value):
         return False
-    key, judged = _code(call.function), _judged_with(call)
+    judged = _judged_with(call)
     if len(_judged) >= _MOST:
         _judged.clear()
-    judged[key] += 1
-    _judged[key] += 1
-    return judged[key] <= _SIGNATURES and _judged[key] <= _ALIKE
+    judged[code] += 1
+    _judged[code] += 1
+    return judged[code] <= _SIGNATURES and _judged[code] <= _ALIKE
 
 
-def _note_warned(call: Call) -> None:
+def _note_warned(call: Call, code: tuple[Any, ...]) -> None:
     """No second warning at the next signature, and few of functions with the same code."""
-    key = _code(call.function)
-    _judged_with(call)[key] = _SIGNATURES
-    _judged[key] += _ALIKE // _SIGNATURES
+    _judged_with(call)[code] = _SIGNATURES
+    _judged[code] += _ALIKE // _SIGNATURES
 
 
 def _judged_with(call: Call) -> collections.Counter[Any]:
     """How often functions were judged in regions with the same body, by their code."""
     body = None if call.region is None else call.region.body
-    return _judged_in.setdefault(look if body is None else body, collections.Counter())
+    try:
+        return _judged_in.setdefault(look if body is None else body, collections.Counter())
+    except TypeError:  # it can't be hashed, or not be referred to weakly
+        return _judged_in.setdefault(look, collections.Counter())
 
 
 def _code(function: Any, depth: int = 2) -> tuple[Any, ...]:
