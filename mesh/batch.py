@@ -88,7 +88,8 @@ def common_length(lengths: Mapping[int, int], called: Callable[[int], str], whos
         raise SpecError(
             f"the leaves of the batch of {whose} differ in dimension 0",
             got=", ".join(f"{called(index)}: {length}" for index, length in lengths.items()),
-            remedy="pad samples of several lengths to one tensor (and pack a PackedSequence in the loss); "
+            remedy="samples are the rows: transpose a batch whose dimension 0 is time; "
+            "pad samples of several lengths to one tensor (and pack a PackedSequence in the loss); "
             "of samples that are no rows, as graphs, let the batch be their numbers (docs/how_to.md); "
             "pass what has no row for each sample in another argument",
         )
