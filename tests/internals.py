@@ -5,6 +5,7 @@ Tests that otherwise use the public interface only take from here the few things
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import gc
@@ -311,6 +312,16 @@ def arenas_mapped() -> int:
     gc.collect()
     with open("/proc/self/maps") as maps:
         return len({line.split()[4] for line in maps if "spmd-arena" in line})
+
+
+def stalls_at_once(monkeypatch: Any, is_alone: Callable[[], bool]) -> list[Any]:
+    """What two ranks publish while they wait, without a minimum of time; both have as many threads as one is told."""
+    from spmd.kernels.shm import stalls
+
+    monkeypatch.setattr(stalls, "_SECONDS", 0.0)
+    monkeypatch.setattr(stalls, "_is_alone", is_alone)
+    words = memoryview(array.array("Q", [0, 1, 1] * 2))
+    return [stalls.Stalls(words, [(0, 1, 2), (3, 4, 5)], rank) for rank in range(2)]
 
 
 def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:

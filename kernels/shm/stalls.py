@@ -7,7 +7,7 @@ wait gets comes from a rank. Invariant: a rank that is stopped, or that computes
 
 from __future__ import annotations
 
-import _thread
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ class Stalls:
             steps: how many steps of operations this rank has taken so far: in a wait for one it goes on with others.
         """
         if not _is_alone():
+            self.end()  # that of another thread may begin during a wait
             return False
         if steps != self._steps:
             self.end()
@@ -68,7 +69,9 @@ class Stalls:
 
 
 def _is_alone() -> bool:
-    """Whether no other thread of this process may do its part while this one waits."""
-    this, threads = threading.current_thread(), threading.enumerate()
-    # Those that were started without `threading` are only counted, and the main thread is not.
-    return _thread._count() < len(threads) and all(one is this or one.name in _BESIDE for one in threads)
+    """Whether no other thread of this process may do its part while this one waits.
+
+    Of threads that were started without `threading` it has no list: those that it met stay in it when they have ended.
+    """
+    beside = {one.ident for one in threading.enumerate() if one.name in _BESIDE}
+    return sys._current_frames().keys() - beside == {threading.get_ident()}

@@ -17,7 +17,8 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from patience import soon, until
+from internals import stalls_at_once
+from patience import HANGS, soon, until
 
 from spmd import CollectiveMismatch, Mesh, PeerLost, SpmdError, psum, value_and_grad
 
@@ -568,6 +569,41 @@ def test_ranks_of_which_one_will_come_do_not_wait_for_each_other(shared_mesh: Ca
     assert mesh.run(lambda: computes(mesh.comm())) == ["done"] * 3
     future.join()
     assert time.monotonic() - began > 3
+
+
+def test_a_thread_that_has_ended_is_not_waited_for(shared_mesh: Callable[..., Mesh]) -> None:
+    """Not even one that was started without `threading`, and stays among the threads that this knows."""
+    mesh = shared_mesh({"data": 3}, backend="shm")
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            ended = threading.Event()
+
+            def receive() -> None:
+                comm.recv(torch.zeros(3), 1)
+                threading.current_thread()  # which makes an object for it
+                ended.set()
+
+            _thread.start_new_thread(receive, ())
+            assert ended.wait(HANGS)
+        elif comm.rank == 1:
+            comm.send(torch.ones(3), 0)
+
+    mesh.run(lambda: body(mesh.comm()))
+    assert "none goes on" in refused(mesh, functools.partial(in_a_circle, mesh))
+
+
+def test_looks_before_another_thread_had_begun_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins some time after it was started, and may do what the others wait for."""
+    alone = True
+    rank, other = stalls_at_once(monkeypatch, lambda: alone)
+    assert not rank.all_wait(0) and not other.all_wait(0)
+    assert not any(rank.all_wait(0) for _ in range(20))
+    alone = False
+    assert not rank.all_wait(0)
+    alone = True  # the other one is
+    assert not any(other.all_wait(0) for _ in range(20))
+    assert any(rank.all_wait(0) or other.all_wait(0) for _ in range(20))
 
 
 def test_the_first_operation_of_a_group_advances_what_is_under_way(shared_mesh: Callable[..., Mesh]) -> None:
