@@ -316,7 +316,6 @@ def test_threads_that_use_the_default_mesh_first_get_one(monkeypatch):
     meshes.pop().close()
 
 
-
 def test_several_meshes_at_once(make_mesh, mesh):
     others = [make_mesh({"data": n}) for n in (1, 2, 3)]
     totals = [spmd(lambda x: psum(x.sum(), "data"), mesh=one, in_specs=P("data")) for one in (*others, mesh)]
