@@ -217,9 +217,10 @@ class Calls:
 
     def flatten(self, tree: Any) -> tuple[list[Any], Any]:
         """The leaves and the structure of arguments."""
-        leaves = None if self._structure is None else self._structure.leaves(tree)
-        if leaves is not None and self._structure is not None:
-            return leaves, self._structure.treedef
+        structure = self._structure  # read once: another thread may make a call of another structure meanwhile
+        leaves = None if structure is None else structure.leaves(tree)
+        if leaves is not None and structure is not None:
+            return leaves, structure.treedef
         leaves, treedef = trees.flatten(tree)
         if treedef == self._treedef:
             self._structure = trees.Structure.of(tree)

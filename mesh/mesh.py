@@ -313,6 +313,7 @@ class _Entered(threading.local):
 
 _entered = _Entered()
 _default: Mesh | None = None
+_making = threading.RLock()  # so that threads get the same one
 _newest: weakref.ref[Mesh] | None = None
 _here: Mesh | None = None  # in a driver's rank: its view of the driver's mesh
 
@@ -333,10 +334,11 @@ def resolve(mesh: Mesh | None) -> Mesh:
         return region.mesh
     if _entered.meshes:
         return _entered.meshes[-1]
-    if _default is None or _default.closed:
-        _set_default(Mesh())
-    assert _default is not None
-    return _default
+    while (found := _default) is None or found.closed:
+        with _making:
+            if _default is found:
+                _set_default(Mesh())
+    return found
 
 
 def nearest() -> Mesh | None:

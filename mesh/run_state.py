@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 import weakref
 from collections import deque
@@ -36,6 +37,18 @@ class Call:
     started: Started | None = None
 
 
+class _Uncounted(threading.local):
+    """What the calls of one thread are now.
+
+    Attributes:
+        operation: not 0 in a block of `aside`: its number.
+        draws_nothing: whether they are made in a block of `uncounted`.
+    """
+
+    operation = 0
+    draws_nothing = False
+
+
 class RunState:
     """One program's run on one mesh.
 
@@ -59,7 +72,7 @@ class RunState:
         self.saved: str | None = None
         self.failed: float | None = None
         self._calls = self._runs = self._operations = 0
-        self._aside = False
+        self._here = _Uncounted()
         self._last_called = ""  # the @spmd function called last, or the one that failed
         self._seen: Started | None = None  # what was seen to fail then, if a call had started it
         self._recent: deque[Call] = deque(maxlen=RECENT_CALLS)
@@ -83,8 +96,8 @@ class RunState:
         Args:
             counted: its random numbers are keyed by its number, not by its batch.
         """
-        if self._aside:
-            return Call(name, -self._operations)
+        if self._here.operation:
+            return Call(name, -self._here.operation)
         RunState.turns += 1
         if self.failed is not None:
             self._fail_recent()
@@ -103,13 +116,16 @@ class RunState:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Calls made within are no steps of the program: they do not change the steps' random numbers."""
+        """Calls made within are no steps of the program: they do not change the steps' random numbers.
+
+        Those that other threads make meanwhile may be steps.
+        """
         self._operations += 1
-        self._aside = True
+        self._here.operation = self._operations
         try:
             yield
         finally:
-            self._aside = False
+            self._here.operation = 0
 
     def fail_call(self, call: Call) -> None:
         """A call has failed: the next one of this function is the same call made again."""
@@ -128,8 +144,10 @@ class RunState:
 
     def next_run(self) -> int:
         """The number of this call of `Mesh.run` or `Mesh.submit`, from 1 on."""
-        if self._aside:
-            return -self._operations
+        if self._here.operation:
+            return -self._here.operation
+        if self._here.draws_nothing:
+            return self._runs + 1
         self._runs += 1
         return self._runs
 
@@ -148,7 +166,7 @@ class RunState:
 
         If such a call fails, that is no failed step of the program, unless a rank was lost or Ctrl-C was pressed.
         """
-        failed, runs = self.failed, self._runs
+        failed, self._here.draws_nothing = self.failed, True
         try:
             yield
         except BaseException as error:
@@ -156,4 +174,4 @@ class RunState:
                 self.failed = failed
             raise
         finally:
-            self._runs = runs
+            self._here.draws_nothing = False

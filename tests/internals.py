@@ -11,6 +11,7 @@ import functools
 import gc
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -518,3 +519,31 @@ def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
         for _ in range(8 * most):
             take_gradient()
     return len(region.require("this").looked_at)
+
+
+@contextlib.contextmanager
+def beside_next(what: str, call: Callable[[], object]) -> Iterator[None]:
+    """In the block, another thread makes a call as soon as one of these functions has found what it looks for.
+
+    Args:
+        what: "leaves" (those of a call's arguments), or "next_run" (the number of a call of `Mesh.run`).
+    """
+    from spmd.mesh import run_state, trees
+
+    owner: Any = {"leaves": trees.Structure, "next_run": run_state.RunState}[what]
+    original = getattr(owner, what)
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        setattr(owner, what, original)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return result
+
+    setattr(owner, what, found)
+    try:
+        yield
+        assert getattr(owner, what) is original, f"{what} was not called"
+    finally:
+        setattr(owner, what, original)

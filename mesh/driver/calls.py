@@ -64,8 +64,9 @@ class DriverCall:
         self._begin()
 
     def _begin(self) -> None:
-        self._encoded: list[bytes] = []  # the ranks' descriptions of the results, and `_found`, put together from them
-        self._found: agreement.Assembled | None = None
+        # The ranks' descriptions of the results, and what was put together from them. One attribute, since several
+        # threads may wait for calls.
+        self._found: tuple[list[bytes], agreement.Assembled] | None = None
         self._count = 0
         # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
         self._expected: agreement.Assembled | None = None
@@ -167,10 +168,10 @@ class DriverCall:
     def _finish(self, task: Task, looked: Check) -> agreement.Assembled:
         """Wait for a call, and put its results together."""
         try:
-            encoded = self._driver.wait(task).values()
-            if self._found is None or encoded != self._encoded or len(set(task.prints.values())) > 1:
-                self._found, self._encoded = self._assembled(task, looked), encoded
-            return self._found
+            encoded, found = self._driver.wait(task).values(), self._found
+            if found is None or encoded != found[0] or len(set(task.prints.values())) > 1:
+                found = self._found = encoded, self._assembled(task, looked)
+            return found[1]
         except BaseException:
             self._driver.run_state.note_failure(task)
             raise

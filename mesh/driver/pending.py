@@ -244,15 +244,21 @@ class Flight:
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._most = IN_FLIGHT
+        self._lock = threading.Lock()  # several threads may make calls
 
     def add(self, task: Task) -> Iterator[Task]:
         """Note a region; yields those to wait for, so that there are not too many."""
-        if self._tasks and self._tasks[-1].settled.is_set():
-            self._tasks.clear()
-            self._most = IN_FLIGHT
-        self._tasks.append(task)
-        while len(self._tasks) > self._most:
-            oldest = self._tasks.popleft()
+        with self._lock:
+            if self._tasks and self._tasks[-1].settled.is_set():
+                self._tasks.clear()
+                self._most = IN_FLIGHT
+            self._tasks.append(task)
+        while (oldest := self._surplus()) is not None:
             if not oldest.settled.is_set():
                 yield oldest
             self._most = min(self._most + 1, BRIEF_IN_FLIGHT) if oldest.seconds < BRIEF_SECONDS else IN_FLIGHT
+
+    def _surplus(self) -> Task | None:
+        """The oldest region, taken out, if there are too many."""
+        with self._lock:
+            return self._tasks.popleft() if len(self._tasks) > self._most else None

@@ -12,10 +12,10 @@ import warnings
 
 import pytest
 import torch
-from internals import tell_renewals_after
+from internals import beside_next, tell_renewals_after
 from patience import until
 
-from spmd import P, Sharded, SpecError, axis_index, fetch, put, spmd
+from spmd import P, Sharded, SpecError, axis_index, fetch, put, save, spmd
 
 
 @pytest.fixture
@@ -361,3 +361,66 @@ def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
         return again(x), again(x)
 
     assert warned(epoch, 25) == [] == warned(several, 25)
+
+
+# -- several threads ---------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_two_structures_at_one_moment(shared_mesh):
+    """A call keeps the structure in which it has found its leaves, though one in another thread comes between."""
+    step = spmd(lambda tree: {name: leaf + 1 for name, leaf in tree.items()}, mesh=shared_mesh({"data": 2}))
+    one, other = {"a": torch.zeros(2)}, {"b": torch.ones(2)}
+    for _ in range(3):  # a structure that comes twice in a row is kept
+        step(one)
+    with beside_next("leaves", lambda: [step(other) for _ in range(3)]):
+        found = step(one)
+    assert {name: value.full().tolist() for name, value in found.items()} == {"a": [1, 1]}
+
+
+def test_results_of_two_shapes_at_one_moment(shared_mesh):
+    """Each call has the shapes of its own results, though those of another are found meanwhile."""
+    ones = spmd(lambda n: torch.ones(int(n)), mesh=shared_mesh({"data": 2}), check="never")
+    ones(torch.tensor(2.0))
+    first, second = ones(torch.tensor(2.0)), ones(torch.tensor(4.0))
+
+    class Prints(dict):
+        def values(self):
+            assert second.shape == (4,)  # as in another thread, after it was seen that the first are as before
+            return super().values()
+
+    task = first._source.task
+    assert until(task.settled.is_set)
+    task.prints = Prints(task.prints)
+    assert first.shape == (2,)
+    assert first.full().tolist() == [1] * 2 and second.full().tolist() == [1] * 4
+
+
+def test_steps_draw_the_same_beside_what_another_thread_computes(make_mesh, tmp_path):
+    """Torch's functions on Arrays are no steps of the program, and steps that come meanwhile are."""
+    undisturbed, mesh = make_mesh({"data": 2}), make_mesh({"data": 2})
+    step, may_go_on = spmd(lambda: torch.rand(3), out_specs=P("data")), tmp_path / "may go on"
+    with undisturbed:
+        expected = [step().full().tolist() for _ in range(4)]
+    with mesh:
+        drawn, x = [step(), step()], put(torch.tensor([0.0, 1.0]))
+        busy = [mesh.submit(until, may_go_on.exists, rank=rank) for rank in range(2)]
+        thread = threading.Thread(target=lambda: torch.nonzero(x))  # it waits for the shape
+        thread.start()
+        assert until(lambda: len(mesh.driver.pending.tasks) > 2)
+        drawn.append(step())
+        may_go_on.touch()
+        thread.join()
+        assert all(future.result() for future in busy)
+        assert [value.full().tolist() for value in [*drawn, step()]] == expected
+
+
+def test_runs_draw_the_same_beside_what_another_thread_saves(make_mesh, tmp_path):
+    def draw(mesh):
+        return mesh.run(lambda: torch.rand(2).tolist())
+
+    undisturbed, mesh = make_mesh({"data": 2}), make_mesh({"data": 2})
+    found = [draw(mesh)]
+    with beside_next("next_run", lambda: found.append(draw(mesh))):
+        save(tmp_path, {"w": put(torch.ones(2), mesh=mesh)})
+    assert len(found) == 2  # one of them while it was saved
+    assert [*found, draw(mesh)] == [draw(undisturbed) for _ in range(3)]

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -304,6 +305,15 @@ def test_which_mesh_is_meant(monkeypatch):
         1 / 0  # noqa: B018
     assert broken.closed
     second.close()
+
+
+def test_threads_that_use_the_default_mesh_first_get_one(monkeypatch):
+    monkeypatch.setenv("SPMD_RANKS", "1")
+    put(1.0).mesh.close()  # an earlier test's, if there is one
+    with ThreadPoolExecutor(3) as pool:
+        meshes = {value.mesh for value in pool.map(put, [1.0, 2.0, 3.0])}
+    assert len(meshes) == 1
+    meshes.pop().close()
 
 
 def test_several_meshes_at_once(make_mesh, mesh):
