@@ -7,6 +7,7 @@ either all ranks that a task is meant for are sent it, or none is.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -83,8 +84,12 @@ class DriverSession(Owned):
         self.resize_lock = threading.RLock()  # held while the mesh's size is changed, or relied on
         self.leaving: threading.Thread | None = None  # waits for the end of ranks that a resize has told to leave
         self.switching = 0  # id of the thread that is exchanging the ranks; others wait meanwhile
-        ranks = self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
-        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.receiving.close, [])
+            self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
+            undo.callback(self.ranks.close)
+            self.node = self._new_node()
+            undo.pop_all()
         try:
             self.ranks.start(layout.size)
         except BaseException:
@@ -93,6 +98,10 @@ class DriverSession(Owned):
         self.receiving.start()
         self.uncopied.copy_to_hosts(self)
         open_sessions.add(self)
+
+    def _new_node(self) -> Any:
+        ranks = self.ranks
+        return driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
 
     @property
     def mesh(self) -> Any:
@@ -116,7 +125,7 @@ class DriverSession(Owned):
         """Go on with other ranks, of another layout; the lock must be held, and the session quiet."""
         self.node.close("their mesh was resized", "make them again")
         self.ranks, self.layout = ranks, layout
-        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
+        self.node = self._new_node()
         self.calls.clear()
         self.shipped.forget_last_results()
 

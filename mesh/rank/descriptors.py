@@ -99,7 +99,8 @@ def send(connection: socket.socket, message: Message, fds: list[int]) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with contextlib.suppress(ConnectionError):
         # At once, as far as it fits, so that nobody waits for the rest from a process that is stopped in between.
-        connection.sendall(data[connection.sendmsg([data], rights) :])
+        if rest := data[connection.sendmsg([data], rights) :]:
+            connection.sendall(rest)
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
