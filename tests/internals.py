@@ -507,3 +507,27 @@ def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
         for _ in range(8 * most):
             take_gradient()
     return len(region.require("this").looked_at)
+
+
+def refuse_next_message(mesh: Any, rank: int) -> None:
+    """Have the system refuse the next message to a rank, as it does for want of memory."""
+    import errno
+    import os
+
+    sender = mesh.driver.ranks.all[rank].sender
+
+    def refused(*_: Any) -> int:
+        del sender._sent
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    sender._sent = refused
+
+
+def close_control_of_zygote(mesh: Any, monkeypatch: Any) -> None:
+    """Nothing can be sent to the zygote of a mesh any more, or come from it."""
+    import socket
+
+    from spmd.mesh.driver import spawn
+
+    mesh.driver.ranks.all[0]._zygote._control.shutdown(socket.SHUT_RDWR)
+    monkeypatch.setattr(spawn, "_EXIT_SECONDS", 0.1)
