@@ -144,7 +144,9 @@ print("failed", failed)
     assert int(out.split()[-1]) > 9
 
 
-def test_a_zygote_that_cannot_be_asked_any_more_and_does_not_end(make_mesh: Callable[..., Mesh], monkeypatch: Any) -> None:
+def test_a_zygote_that_cannot_be_asked_any_more_and_does_not_end(
+    make_mesh: Callable[..., Mesh], monkeypatch: Any
+) -> None:
     mesh = make_mesh({"data": 1})
     x = put(torch.arange(3), mesh=mesh)
     os.kill(zygote_of(mesh), signal.SIGSTOP)
