@@ -547,3 +547,36 @@ def beside_next(what: str, call: Callable[[], object]) -> Iterator[None]:
         assert getattr(owner, what) is original, f"{what} was not called"
     finally:
         setattr(owner, what, original)
+def refuse_next_message(mesh: Any, rank: int) -> None:
+    """Have the system refuse the next message to a rank, as it does for want of memory."""
+    import errno
+    import os
+
+    sender = mesh.driver.ranks.all[rank].sender
+
+    def refused(*_: Any) -> int:
+        del sender._sent
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    sender._sent = refused
+
+
+def close_control_of_zygote(mesh: Any, monkeypatch: Any) -> None:
+    """Nothing can be sent to the zygote of a mesh any more, or come from it."""
+    import socket
+
+    from spmd.mesh.driver import spawn
+
+    mesh.driver.ranks.all[0]._zygote._control.shutdown(socket.SHUT_RDWR)
+    monkeypatch.setattr(spawn, "_EXIT_SECONDS", 0.1)
+
+
+def interrupt_wait_for_end(mesh: Any, rank: int) -> None:
+    """Ctrl-C comes while the mesh that is being closed waits for the end of a rank."""
+    one = mesh.driver.ranks.all[rank]
+
+    def interrupted(seconds: float) -> bool:
+        del one.ended
+        raise KeyboardInterrupt
+
+    one.ended = interrupted

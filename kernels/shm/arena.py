@@ -57,8 +57,12 @@ def supported() -> str | None:
 def create(size: int) -> int:
     """A new arena for `size` ranks (and a driver), as a file descriptor; sealed, so that nobody can change its size."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _layout(size).end)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        os.ftruncate(fd, _layout(size).end)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -46,25 +46,23 @@ class Rank(Owned):
         super().__init__()
         self.rank = rank
         self.alive, self.ready = True, False
-        self.ends = ""  # why it ends by itself, if it has said so
-        self.connection, theirs = socket.socketpair()
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        out, err, listener = os.pipe(), os.pipe(), listen(request.key, rank)
-        self.pipes = {"stdout": out[0], "stderr": err[0]}
+        self.ends = ""  # why it ends, if that is known before it does
+        self.pipes: dict[str, int] = {}
         self._memory_kills = memory_kills()
-        fds = [theirs.fileno(), out[1], err[1], arena, *(one.fileno() for one in (listener, *listening))]
-        try:
-            self._zygote, self.pid, self.pidfd = fork_rank(dataclasses.replace(request, rank=rank), fds)
-        except BaseException:
-            self.connection.close()
-            for fd in self.pipes.values():
-                os.close(fd)
-            raise
-        finally:
-            theirs.close()
-            listener.close()
-            os.close(out[1])
-            os.close(err[1])
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:  # `ours` are closed only if this fails
+            self.connection, connection = socket.socketpair()
+            ours.enter_context(self.connection)
+            passed = [theirs.enter_context(connection).fileno()]
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            for stream in ("stdout", "stderr"):
+                self.pipes[stream], end = os.pipe()
+                ours.callback(os.close, self.pipes[stream])
+                theirs.callback(os.close, end)
+                passed.append(end)
+            listener = theirs.enter_context(listen(request.key, rank))
+            passed += [arena, *(one.fileno() for one in (listener, *listening))]
+            self._zygote, self.pid, self.pidfd = fork_rank(dataclasses.replace(request, rank=rank), passed)
+            ours.pop_all()
         self._printed = select.poll()
         for fd in self.pipes.values():
             os.set_blocking(fd, False)
@@ -86,6 +84,11 @@ class Rank(Owned):
         try:
             return not self.alive or send(*what)
         except ConnectionError:  # its death is noticed elsewhere
+            self.sender.close()
+            return True
+        except (OSError, MeshError) as error:  # it would lack a message that the others have
+            self.ends = f"was killed, because a message could not be sent to it: {error}"
+            self.signal(signal.SIGKILL)
             self.sender.close()
             return True
 
@@ -168,15 +171,19 @@ class Ranks:
     def __init__(self, layout: Layout, options: dict[str, Any], started: Callable[[Rank], None]):
         self.generation, self.bare = 1, frozenset[int]()
         self._started = started
-        self._arena_fd = arena_module.create(layout.size)
-        self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
-        self.arena.clear(self.generation)
-        self._title = f"Mesh({layout.axes}, backend={options['backend']!r}, device={options['device']!r})"
-        self.arena.introduce(self._title)
-        # The store in which ranks meet, if the backend needs one. A nameless file, since a TCPStore asks the name
-        # service about every connection, which takes seconds where none answers.
-        self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
-        self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
+        with contextlib.ExitStack() as undo:
+            self._arena_fd = arena_module.create(layout.size)
+            undo.callback(os.close, self._arena_fd)
+            self.arena: Arena | None = Arena(self._arena_fd, layout.size, layout.size)
+            self.arena.clear(self.generation)
+            self._title = f"Mesh({layout.axes}, backend={options['backend']!r}, device={options['device']!r})"
+            self.arena.introduce(self._title)
+            # The store in which ranks meet, if the backend needs one. A nameless file, since a TCPStore asks the name
+            # service about every connection, which takes seconds where none answers.
+            self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
+            undo.callback(os.close, self._store_fd)
+            self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
+            undo.pop_all()
         self.all: list[Rank] = []
         self._deaths = select.poll()
         mesh_begins()

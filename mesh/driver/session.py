@@ -7,6 +7,7 @@ either all ranks that a task is meant for are sent it, or none is.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -83,16 +84,22 @@ class DriverSession(Owned):
         self.resize_lock = threading.RLock()  # held while the mesh's size is changed, or relied on
         self.leaving: threading.Thread | None = None  # waits for the end of ranks that a resize has told to leave
         self.switching = 0  # id of the thread that is exchanging the ranks; others wait meanwhile
-        ranks = self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
-        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.receiving.close, [])
+            self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
+            undo.callback(self.ranks.close)
+            self.node = self._new_node()
+            undo.pop_all()
+            undo.callback(self.shut, "it could not be made")
             self.ranks.start(layout.size)
-        except BaseException:
-            self.shut("it could not be made")
-            raise
+            undo.pop_all()
         self.receiving.start()
         self.uncopied.copy_to_hosts(self)
         open_sessions.add(self)
+
+    def _new_node(self) -> Any:
+        ranks = self.ranks
+        return driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
 
     @property
     def mesh(self) -> Any:
@@ -116,7 +123,7 @@ class DriverSession(Owned):
         """Go on with other ranks, of another layout; the lock must be held, and the session quiet."""
         self.node.close("their mesh was resized", "make them again")
         self.ranks, self.layout = ranks, layout
-        self.node = driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
+        self.node = self._new_node()
         self.calls.clear()
         self.shipped.forget_last_results()
 
@@ -305,14 +312,16 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        self.node.close(why)  # first, so that the end of a rank is not taken for its death
-        with self.lock:
-            self.closing = True
-            self.tell(protocol.Exit())
-        end = time.monotonic() + CLOSE_SECONDS
-        for rank in self.ranks.all:
-            rank.ended(max(0.0, end - time.monotonic()))
-        self.shut(why)
+        try:
+            self.node.close(why)  # first, so that the end of a rank is not taken for its death
+            with self.lock:
+                self.closing = True
+                self.tell(protocol.Exit())
+            end = time.monotonic() + CLOSE_SECONDS
+            for rank in self.ranks.all:
+                rank.ended(max(0.0, end - time.monotonic()))
+        finally:  # also after Ctrl-C: from now on nobody would notice a rank's end
+            self.shut(why)
         if failed is not None:
             raise failed
 

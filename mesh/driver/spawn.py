@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import math
 import os
 import select
@@ -90,6 +91,8 @@ class Zygote:
                     reply, received = receive(self._control)
                     if reply is None:
                         raise self._lost("is gone")
+                    if isinstance(reply, Forked) and not received:  # it ends, since what it was to serve is closed
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                     if isinstance(reply, Forked):
                         self.exits.pop(reply.pid, None)  # of an earlier process with this number
                         return reply.pid, received[0]
@@ -128,7 +131,11 @@ class Zygote:
         return True
 
     def _lost(self, how: str) -> MeshError:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:  # it can't be talked to any more
+            self._process.send_signal(signal.SIGKILL)
+            code = self._process.wait()
         killed = code < 0  # else it has failed by itself, and would again
         remedy = "see who kills it" if killed else "its error output says why; check that `import spmd` works"
         problem = f"the process that ranks are forked from {how}"

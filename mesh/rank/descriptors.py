@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import os
 import socket
 from typing import Any
 
@@ -99,26 +100,37 @@ def send(connection: socket.socket, message: Message, fds: list[int]) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     with contextlib.suppress(ConnectionError):
         # At once, as far as it fits, so that nobody waits for the rest from a process that is stopped in between.
-        connection.sendall(data[connection.sendmsg([data], rights) :])
+        if rest := data[connection.sendmsg([data], rights) :]:
+            connection.sendall(rest)
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """One message and its descriptors, or (None, []) at the end of the stream."""
-    fds, data = array.array("i"), b""
+    """One message and its descriptors, or (None, []) at the end of the stream.
+
+    No descriptors, where some were sent, mean that this process can open no more files.
+    """
+    fds = array.array("i")
     try:
-        head, ancillary, _, _ = connection.recvmsg(
-            8, socket.CMSG_SPACE(64), socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-        )
+        head, ancillary, flags, _ = connection.recvmsg(8, socket.CMSG_SPACE(64), socket.MSG_CMSG_CLOEXEC)
         for _, _, content in ancillary:
             fds.frombytes(content)
-        if len(head) < 8:
-            return None, []
-        length = int.from_bytes(head, "little")
-        while len(data) < length:
-            piece = connection.recv(length - len(data))
-            if not piece:
-                return None, []
-            data += piece
+        head += _received(connection, 8 - len(head)) if head else b""
+        data = _received(connection, int.from_bytes(head, "little")) if head else b""
     except ConnectionError:
-        return None, []
-    return decode(data), list(fds)
+        data, flags = b"", 0
+    if not data or flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        del fds[:]
+    return decode(data) if data else None, list(fds)
+
+
+def _received(connection: socket.socket, length: int) -> bytes:
+    """The next bytes, as many as this."""
+    data = b""
+    while len(data) < length:
+        piece = connection.recv(length - len(data))
+        if not piece:
+            raise ConnectionResetError("the stream ended within a message")
+        data += piece
+    return data

@@ -9,6 +9,7 @@ however the driver ends, the zygotes and all their ranks end, too, and with a ra
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -95,6 +96,8 @@ class _Zygote:
         pair: tuple[socket.socket, ...] = ()
         here = os.getpid()
         try:
+            if not fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if isinstance(request, RankRequest):
                 pair = socket.socketpair()
             pid = os.fork()
@@ -116,7 +119,12 @@ class _Zygote:
             self._sockets[pair[0].fileno()] = pair[0], pid
             self._waiting.register(pair[0], select.POLLIN)
         _close(pair[1:], fds)
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            send(asked_on, Refused(error.errno or 0), [])
+            return
         send(asked_on, Forked(pid), [pidfd])
         os.close(pidfd)
 
