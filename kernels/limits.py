@@ -21,6 +21,8 @@ _LIMITS = {
     errno.EAGAIN: [("processes", "RLIMIT_NPROC", "ulimit -u $(ulimit -Hu), or allow the container more (pids.max)")],
 }
 
+_MEMORY = "use less of it, or fewer ranks; or raise vm.max_map_count, or what vm.overcommit_memory allows (sysctl)"
+
 
 @contextlib.contextmanager
 def named_limits() -> Iterator[None]:
@@ -36,11 +38,15 @@ def named_limits() -> Iterator[None]:
         if number not in _LIMITS:
             problem, remedy = (
                 "the operating system refuses what a mesh needs",
-                "see that the working directory and the temporary directory are there",
+                "see that the working directory and the temporary directory are there, and have room, and that no"
+                " sandbox forbids it",
             )
             raise MeshError(problem, got=str(error), remedy=remedy) from None
         limits = [(*one, resource.getrlimit(getattr(resource, one[1]))[0]) for one in _LIMITS[number]]
         what, name, remedy, most = next((one for one in limits if one[3] != resource.RLIM_INFINITY), limits[0])
+        if number == errno.ENOMEM and most == resource.RLIM_INFINITY:  # a limit of the system, not of this process
+            problem = "the operating system has no memory left for a mesh"
+            raise MeshError(problem, got=str(error), remedy=_MEMORY) from None
         got = f"{os.strerror(number)}, with a limit of {'none' if most == resource.RLIM_INFINITY else most}"
         problem = f"a mesh needs more than the limit on {what} allows, {name}"
         raise MeshError(problem, got=got, remedy=f"{remedy}; or use fewer ranks") from None

@@ -53,7 +53,15 @@ def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> N
     with _lock:
         _started.setdefault(path, []).append(future)
     if call is not None:
-        threading.Thread(target=future.complete, args=(call,), name="spmd-checkpoint").start()
+        in_thread(future.complete, call)
+
+
+def in_thread(call: Callable[..., Any], *args: Any) -> None:
+    """Call in a thread, or here and now if no thread can be started: that takes longer, but saves."""
+    try:
+        threading.Thread(target=call, args=args, name="spmd-checkpoint").start()
+    except RuntimeError:  # the limit on processes is reached, or the interpreter is about to end
+        call(*args)
 
 
 def failures(path: Path) -> list[BaseException]:

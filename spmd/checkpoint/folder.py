@@ -156,11 +156,13 @@ def remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def keep_last(path: Path, count: int, written: Path) -> None:
-    """Remove all checkpoints but the `count` written last, and nothing that is no checkpoint.
+def keep_last(path: Path, count: int | None, written: Path) -> None:
+    """Remove all checkpoints but the `count` written last (None: none), and nothing that is no checkpoint.
 
     The one just `written` stays. One that can't be read doesn't count, and is removed.
     """
+    if count is None:
+        return
     others = [folder for _, folder in steps(path) if folder != written and is_name(folder.name) and is_ours(folder)]
     times = {folder: _written_at(folder) for folder in others}
     others.sort(key=lambda folder: (times[folder] is not None, times[folder] or 0.0, folder.name), reverse=True)

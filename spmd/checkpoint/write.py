@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.region import require
 from . import folder as folders
 from . import leaves, tensor_file
+from .background import in_thread
 from .manifest import FORMAT
 
 POLL_SECONDS = 0.01
@@ -142,10 +142,12 @@ class Writing:
             for rank in range(self._ranks):
                 _report_of(folder, rank).unlink()
             final = folders.commit(folder, self._path, self._number, manifest, replace=self._step is not None)
-        except BaseException:
+        except BaseException as error:
             folders.abandon(folder)
+            if isinstance(error, OSError) and error.errno and error.filename is None:
+                error.filename = str(folder)  # system calls on an open file do not know it
             raise
-        if self._keep is not None:
+        with contextlib.suppress(OSError):  # this one is written; the next one that is removes what is left over
             folders.keep_last(self._path, self._keep, final)
         return final
 
@@ -274,7 +276,7 @@ def _write_part(folder: Path, tensors: dict[str, Any], wait: bool) -> tuple[str,
     if wait:
         _write_here(*mine)
     else:
-        threading.Thread(target=_write_quietly, args=mine, name="spmd-checkpoint").start()
+        in_thread(_write_quietly, *mine)
     return folders.this_process()
 
 

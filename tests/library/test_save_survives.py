@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from internals import end_of_program
 from patience import HANGS, until
 
 from spmd import Mesh, MeshError, P, SpmdError, put, restore, save, spmd
+from spmd.checkpoint import background
 
 LARGE = 1 << 21  # elements: written in no moment
 
@@ -136,3 +139,58 @@ def test_where_the_program_wants_to_know(make_mesh: Callable[..., Mesh], tmp_pat
 def kill_when(condition: Callable[[], object], pid: int) -> None:
     assert until(condition)
     os.kill(pid, signal.SIGKILL)
+
+
+def no_threads() -> None:
+    """From now on no thread can be started to write, as where the limit on processes is reached."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    background.threading = types.SimpleNamespace(
+        **{**vars(threading), "Thread": type("Thread", (threading.Thread,), {"start": refuse})}
+    )
+
+
+@pytest.mark.parametrize("where", ["driver", "rank"])
+def test_where_no_thread_can_be_started(
+    mesh: Mesh, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written before `save` returns."""
+    monkeypatch.setattr(background, "threading", threading)
+    no_threads() if where == "driver" else mesh.run(no_threads, ranks=[1])
+    future = save(tmp_path, tree(mesh), background=True)
+    assert future.result(HANGS) == tmp_path / "step-00000000"
+    check(tmp_path)
+
+
+def test_an_error_of_an_open_folder_names_it(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such system calls know no name; nothing is left under the checkpoint's own, or beside it."""
+    save(tmp_path, tree(mesh), step=1)
+    real = os.fsync
+
+    def refuse(opened: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{opened}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(opened)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match=rf"Input/output error: '{tmp_path}/"):
+            save(tmp_path, tree(mesh), step=1)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    check(tmp_path)
+
+
+def test_older_checkpoints_that_cannot_be_removed(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one has been written: that is no error, and the next one removes them."""
+    save(tmp_path, tree(mesh))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("spmd.checkpoint.folder.is_ours", refuse)
+        assert save(tmp_path, tree(mesh), keep=1).result() == tmp_path / "step-00000001"
+    save(tmp_path, tree(mesh), keep=1)
+    assert os.listdir(tmp_path) == ["step-00000002"]

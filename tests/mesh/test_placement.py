@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable
@@ -73,6 +74,23 @@ def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
     status, out, err = run(script(tmp_path, COMPARED), fresh=True)
     assert status == 0, err
     assert out.split() == ["True"]
+
+
+def test_where_no_process_may_choose_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox; it stays where it is."""
+    asked = []
+
+    def refuse(pid: int, cores: list[int]) -> None:
+        asked.append(cores)
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(processes, "_CORES", 2 * threads)
+    monkeypatch.setattr(processes, "_current_core", lambda: 2 * threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(2 * threads)})
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    processes.spread(1, 2)
+    assert asked == [[threads], [*range(2 * threads)]]
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,23 @@ except MeshError as error:
 """
     out, err = server.start(code, environ=os.environ).communicate()
     assert f"allows, {name} (" in out, out + err
+
+
+def test_memory_that_no_limit_of_the_process_withholds(server: ForkServer) -> None:
+    """The system has none left, or no more mappings: the advice is not to raise a limit that is not set."""
+    code = """
+import errno, os, resource
+import torch, numpy
+from spmd import MeshError
+from spmd.kernels.limits import named_limits
+for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+    resource.setrlimit(getattr(resource, name), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+try:
+    with named_limits():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+except MeshError as error:
+    print(error)
+"""
+    out, err = server.start(code, environ=os.environ).communicate()
+    assert "the operating system has no memory left" in out and "vm.max_map_count" in out, out + err
+    assert "ulimit" not in out
