@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import internals
 import pytest
 import torch
 from fork_server import ForkServer, shared_server
 from hypothesis import HealthCheck, settings
-from internals import close_all_meshes, forget_runs, local_hosts
+from internals import close_all_meshes, forget_runs, local_hosts, ranks_import
 from patience import until
 from scripts import left_in_shm
 
@@ -69,19 +70,37 @@ def make_mesh() -> Iterator[Callable[..., Mesh]]:
 
 
 @pytest.fixture(scope="session")
-def shared_mesh() -> Iterator[Callable[..., Mesh]]:
-    """`shared_mesh({"data": 2}, backend="shm")`: one mesh for all tests that only use it and never break it."""
+def shared_meshes() -> Iterator[dict[Any, Mesh]]:
     made: dict[Any, Mesh] = {}
+    yield made
+    for mesh in made.values():
+        mesh.close()
+
+
+@pytest.fixture(scope="module")
+def shared_mesh(shared_meshes: dict[Any, Mesh]) -> Iterator[Callable[..., Mesh]]:
+    """`shared_mesh({"data": 2}, backend="shm")`: one mesh for all tests that only use it and never break it.
+
+    One over Gloo is for the tests of a file: its threads look a hundred times a second whether something has come.
+    """
+    made = shared_meshes
 
     def get(axes: dict[str, int], backend: str = "shm") -> Mesh:
-        key = (tuple(axes.items()), backend)
+        key = (tuple(axes.items()), backend, internals.imported)
         if key not in made:
             made[key] = Mesh(axes, backend=backend, timeout=60.0)
         return made[key]
 
     yield get
-    for mesh in made.values():
-        mesh.close()
+    for key in [key for key, mesh in made.items() if mesh.backend == "gloo"]:
+        made.pop(key).close()
+
+
+@pytest.fixture(scope="module")
+def operators_are_imported() -> Iterator[None]:
+    """On all ranks, what Arrays need to take part in torch's functions: meshes that use them pay for it once."""
+    with ranks_import("spmd.torch_distributed.propagation"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -188,11 +188,30 @@ def calls_end_after_ctrl_c() -> contextlib.AbstractContextManager:
     return mock.patch.object(recovery, "INTERRUPT_SECONDS", HANGS)
 
 
+_importing: dict[tuple[str, ...], Any] = {}  # modules -> the zygote that has imported them
+imported: tuple[str, ...] = ()  # by the ranks of meshes made now
+
+
+@contextlib.contextmanager
+def ranks_import(*modules: str) -> Iterator[None]:
+    """Meshes made meanwhile get ranks that have imported these modules: once for all, since it takes each seconds."""
+    from spmd.mesh.driver import spawn
+
+    if modules not in _importing or not _importing[modules].alive:
+        boot = spawn._BOOT.replace("import main;", f"import main; import {', '.join(modules)};", 1)
+        with mock.patch.object(spawn, "_BOOT", boot):
+            _importing[modules] = spawn.Zygote()
+    with mock.patch.object(spawn, "_zygote", _importing[modules]), mock.patch.dict(globals(), imported=modules):
+        yield
+
+
 def close_all_meshes() -> None:
     """As at this process's exit."""
     from spmd.mesh.driver.open_sessions import close_all
 
     close_all()
+    for one in _importing.values():
+        one.close()
 
 
 def forget_runs() -> None:

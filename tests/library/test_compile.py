@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import ranks_import
 from scripts import launched, run, script
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -33,6 +34,13 @@ from spmd import (
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 BATCH = {"x": torch.arange(12.0).reshape(4, 3) / 10, "y": torch.ones(4, 1)}
+
+
+@pytest.fixture
+def with_compiler():
+    """Ranks of meshes made in this test have imported torch's compiler, which else takes each of them seconds."""
+    with ranks_import("torch._dynamo.backends.debugging"):
+        yield
 
 
 class Scale:
@@ -209,7 +217,7 @@ def check(mesh, program, backend):
 @pytest.mark.parametrize(
     "program", [p if p is not moved else pytest.param(p, marks=pytest.mark.long) for p in PROGRAMS]
 )
-def test_as_in_eager_on_a_driver(shared_mesh, program, backend):
+def test_as_in_eager_on_a_driver(with_compiler, shared_mesh, program, backend):
     check(shared_mesh({"data": 2}), program, backend)
 
 
@@ -245,12 +253,12 @@ def large_weights(mesh, compiled, **options):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", [loss_and_grads, large_weights])
 @pytest.mark.long
-def test_inductor(shared_mesh, program):
+def test_inductor(with_compiler, shared_mesh, program):
     check(shared_mesh({"data": 2}), program, "inductor")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_first_call_draws_what_later_ones_draw(shared_mesh):
+def test_the_first_call_draws_what_later_ones_draw(with_compiler, shared_mesh):
     """It is in eager mode. A resumed run begins with such a call, and has to draw what one that went on drew."""
     run = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x))
 
@@ -264,7 +272,7 @@ def test_the_first_call_draws_what_later_ones_draw(shared_mesh):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_of_large_weights_come_by_an_operator(shared_mesh):
+def test_gradients_of_large_weights_come_by_an_operator(with_compiler, shared_mesh):
     """Else torch has moved where Inductor takes a rewriting of its graphs, and they come at the end of each graph."""
     run = torch.compile(lambda p, x: torch.tanh(x @ p["large"].t() + p["bias"]).square().mean())
 
@@ -296,13 +304,16 @@ print("equal")
 
 @pytest.mark.parametrize("programs", [2, pytest.param(len(PROGRAMS), marks=pytest.mark.long)])
 def test_as_in_eager_on_launched_ranks(tmp_path, programs):
-    arguments, imported = (__file__.rpartition("/")[0], str(programs)), {"FORKED_WITH": "torch._dynamo"}
+    arguments, imported = (
+        (__file__.rpartition("/")[0], str(programs)),
+        {"FORKED_WITH": "torch._dynamo.backends.debugging"},
+    )
     code, out, err = launched(2, script(tmp_path, LAUNCHED), *arguments, env=imported)
     assert code == 0 and out.count("equal") == 2, err
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_step_is_refused(shared_mesh):
+def test_a_compiled_step_is_refused(with_compiler, shared_mesh):
     mesh = shared_mesh({"data": 2})
     step = spmd.spmd(lambda x: psum(x, "data"), mesh=mesh)
     for compiled in (torch.compile(step, backend="eager"), torch.compile(lambda x: step(x) + 0, backend="eager")):
@@ -335,7 +346,7 @@ def in_place(mesh, part, **options):
     return apply, params, [step(params, BATCH) for _ in range(3)][-1]
 
 
-def test_operators_on_arrays_run_as_written(shared_mesh):
+def test_operators_on_arrays_run_as_written(with_compiler, shared_mesh):
     """In a function of the driver, which has nothing to compile."""
     plain = torch.arange(24.0).view(4, 6)
     x = spmd.put(plain, P("data"), mesh=shared_mesh({"data": 2}))
@@ -347,7 +358,7 @@ def test_operators_on_arrays_run_as_written(shared_mesh):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", ["", "inside"])
-def test_a_module_that_was_compiled_in_place(shared_mesh, part):
+def test_a_module_that_was_compiled_in_place(with_compiler, shared_mesh, part):
     """`module.compile()`, of the whole and of one layer: its copies on the ranks are compiled with the same options."""
     mesh = shared_mesh({"data": 2})
     _, _, expected = in_place(mesh, None)
@@ -368,7 +379,7 @@ def compiled_in_the_step(x):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("within", [pytest.param(False, marks=pytest.mark.long), True])
-def test_what_was_compiled_runs_compiled(shared_mesh, within):
+def test_what_was_compiled_runs_compiled(with_compiler, shared_mesh, within):
     """Though at the first call, which is followed operation by operation, it runs as the plain function."""
     mesh = shared_mesh({"data": 2})
     before = mesh.run(compiled_by_counting)
@@ -406,7 +417,7 @@ def our_gradient(model, p, x):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inner", [pytest.param(torchs_gradient, marks=pytest.mark.long), our_gradient])
-def test_second_derivatives_are_refused(shared_mesh, inner):
+def test_second_derivatives_are_refused(with_compiler, shared_mesh, inner):
     """Of a penalty on gradients, torch's backward to some leaves would leave a part out."""
     apply, params = model_and_params()
 
@@ -431,7 +442,7 @@ def test_second_derivatives_are_refused(shared_mesh, inner):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gradients_of_torch_within_what_is_compiled(shared_mesh):
+def test_gradients_of_torch_within_what_is_compiled(with_compiler, shared_mesh):
     """In one graph with its gradients torch differentiates twice; the module keeps nothing of the inner one."""
     apply, params = model_and_params()
 
@@ -447,7 +458,7 @@ def test_gradients_of_torch_within_what_is_compiled(shared_mesh):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_second_derivatives_by_one_helper_are_each_refused(shared_mesh):
+def test_second_derivatives_by_one_helper_are_each_refused(with_compiler, shared_mesh):
     """The helper's code is that of the plain loss, too, which was differentiated twice before."""
 
     def loss_fn(w, x):
@@ -478,7 +489,7 @@ RECORDERS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("record", RECORDERS)
-def test_recording_is_refused(shared_mesh, record):
+def test_recording_is_refused(with_compiler, shared_mesh, record):
     """What a collective gives would be a constant of the graph."""
     mesh, recorder = shared_mesh({"data": 2}), RECORDERS[record]
     for what in ("psum", "all_gather", "spmd's grad of"):
@@ -526,7 +537,7 @@ def switched(params, x):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_parameters_in_branches_of_cond(shared_mesh):
+def test_parameters_in_branches_of_cond(with_compiler, shared_mesh):
     """Torch refuses arguments that share memory there, as parameters do after a step."""
     params = dict(torch.nn.Linear(2, 3).named_parameters())
     params, x = {name: value.detach() for name, value in params.items()}, torch.ones(4, 2)
@@ -559,7 +570,7 @@ def test_parameters_in_branches_of_cond(shared_mesh):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("check", ["first", pytest.param("never", marks=pytest.mark.long)])
-def test_a_new_rank_computes_compiled_as_the_others_do(make_mesh, check):
+def test_a_new_rank_computes_compiled_as_the_others_do(with_compiler, make_mesh, check):
     """The first call of a signature is in eager mode: not that of a rank that joins when the others run compiled."""
     mesh = make_mesh({"data": 2})
     rounds = torch.compile(lambda x: x * 1, backend=lambda graph, inputs: lambda *args: [2 * graph(*args)[0]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from scripts import launched, script
 
 from spmd import Loader, Mesh, PeerLost, data_parallel, restore, save, spmd, value_and_grad
@@ -212,7 +214,7 @@ def test_warnings_name_the_users_line(make_mesh: Any, tmp_path: Path) -> None:
 # -- random numbers go on ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_random_numbers_of_whole_batches_go_on(make_mesh: Any, tmp_path: Path, placed: bool) -> None:
     """Without a Loader they are keyed by the number of the call, which is that of a run that never stopped."""
 
@@ -239,12 +241,11 @@ def test_random_numbers_of_whole_batches_go_on(make_mesh: Any, tmp_path: Path, p
 
 @pytest.mark.parametrize(
     ("order", "placed"),
-    [
-        *((order, (both, both)) for order in ("teacher first", "teacher last") for both in (True, False)),
-        *(("teacher first", (True, False)), ("teacher last", (False, True))),
-        pytest.param("teacher last", (True, False), marks=pytest.mark.long),
-        pytest.param("teacher first", (False, True), marks=pytest.mark.long),
-    ],
+    cases(
+        lambda order, placed: placed == ((True, False) if order == "teacher first" else (False, True)),
+        ("teacher first", "teacher last"),
+        itertools.product((True, False), repeat=2),
+    ),
 )
 def test_a_teacher_does_not_move_the_run(make_mesh: Any, tmp_path: Path, order: str, placed: tuple[bool, bool]) -> None:
     """Restored beside the run's own state, before it or after it: the run draws as if it had never stopped."""
@@ -307,7 +308,7 @@ class Program:
         return (restore(folder, mesh=self.mesh) if placed else restore(folder))["w"]
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_older_one_restored_in_the_middle_changes_nothing(make_mesh: Any, tmp_path: Path, placed: bool) -> None:
     """The best one is looked at after every step: by a run that never stops, and by one that is taken up."""
     plain = Program(make_mesh({"data": 1}), tmp_path / "plain")
@@ -331,7 +332,7 @@ def test_an_older_one_restored_in_the_middle_changes_nothing(make_mesh: Any, tmp
     assert run(one, range(3, 5)) == whole[3:] and one.mesh.run_state.position == mesh.run_state.position
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [pytest.param(True, marks=pytest.mark.long), False])
 def test_the_furthest_of_several_counts(make_mesh: Any, tmp_path: Path, placed: bool) -> None:
     """Two of one directory and a teacher, in any order, with an evaluation in between."""
     teacher, own = (Program(make_mesh({"data": 1}), tmp_path / name) for name in ("teacher", "own"))
@@ -384,7 +385,7 @@ def fail(one: Program, how: str) -> None:
     ("how", "placed"),
     [
         *((how, True) for how in FAILING),
-        *(pytest.param(how, False, marks=[pytest.mark.long] * (how != "at the call")) for how in FAILING),
+        *(pytest.param(how, False, marks=pytest.mark.long) for how in FAILING),
     ],
 )
 def test_after_a_call_that_failed_it_goes_back(make_mesh: Any, tmp_path: Path, how: str, placed: bool) -> None:

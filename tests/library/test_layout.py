@@ -73,18 +73,19 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, below if below in MODULES else base
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_one_way(path: Path) -> None:
-    level = FOLDERS.index(path.relative_to(ROOT).parts[0])
-    upward = []
-    for line, name in imports_of(path):
-        if name.partition(".")[0] == "spmd":
-            parts = name.split(".")
-            folder = parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "spmd"
-            if FOLDERS.index(folder) > level:
-                upward.append(f"{path.name}:{line} imports {name}")
-        assert name.partition(".")[0] not in FOLDERS[:-1], f"{path.name}:{line} imports {name} by its bare name"
-    assert not upward
+def test_imports_run_one_way() -> None:
+    wrong = []
+    for path in FILES:
+        level = FOLDERS.index(path.relative_to(ROOT).parts[0])
+        for line, name in imports_of(path):
+            if name.partition(".")[0] == "spmd":
+                parts = name.split(".")
+                folder = parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "spmd"
+                if FOLDERS.index(folder) > level:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+            elif name.partition(".")[0] in FOLDERS[:-1]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name} by its bare name")
+    assert not wrong
 
 
 # Files that import each other: each circle that is still there lies within one of these.
@@ -338,9 +339,8 @@ def signature(obj: Any) -> str:
     return str(plain.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
-    assert signature(find(name)) == SIGNATURES[name]
+def test_signatures() -> None:
+    assert {name: signature(find(name)) for name in SIGNATURES} == SIGNATURES
 
 
 def test_every_public_name_has_its_signature() -> None:
@@ -388,14 +388,18 @@ def public() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", public())
-def test_docstring(name: str) -> None:
-    obj = public()[name]
+def test_docstrings() -> None:
+    lacking = {name: lack for name, obj in public().items() if (lack := lacks(name, obj))}
+    assert not lacking
+
+
+def lacks(name: str, obj: Any) -> list[str]:
+    """What the docstring of a public name lacks."""
     text = inspect.cleandoc(obj.__doc__ or "")
-    assert text, "it has none"
-    assert re.search(r"[.:]($|\n)", text.partition("\n\n")[0]), "its first paragraph is no sentence"
+    if not re.search(r"[.:]($|\n)", text.partition("\n\n")[0]):
+        return ["a sentence as its first paragraph"]
     if name in MADE_BY_THE_LIBRARY or "." in name:  # a method may say all in its sentence
-        return
+        return []
     # "Args:", "Args, Returns, Raises: as `psum`."
     headings = {
         word for line in re.findall(r"^([A-Z]\w+(?:, [A-Z]\w+)*):", text, re.MULTILINE) for word in line.split(", ")
@@ -403,8 +407,7 @@ def test_docstring(name: str) -> None:
     needed = {"Args", "Raises"}
     if not inspect.isclass(obj) and inspect.signature(obj).return_annotation not in (None, "None"):
         needed.add("Returns")
-    missing = sorted(needed - headings - NOTHING_TO_SAY.get(name, set()))
-    assert not missing, f"the docstring of {name} lacks {missing}"
+    return sorted(needed - headings - NOTHING_TO_SAY.get(name, set()))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -9,13 +9,13 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from cases import on_both
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from spmd import Array, Loader, P, Sampler, SpecError, Stream, data_parallel, psum, put, spmd
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
 Pair = namedtuple("Pair", "x y")
 
 
@@ -505,7 +505,7 @@ def test_generators_that_are_seeded_for_each_sample(shared_mesh, name, recwarn):
 # -- when it goes wrong -----------------------------------------------------------------------------------------------
 
 
-@on_both
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_dataset_that_raises_is_named_and_leaves_the_mesh_usable(shared_mesh, backend, prefetch):
     mesh = shared_mesh({"data": 2}, backend)

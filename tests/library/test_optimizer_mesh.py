@@ -1,5 +1,6 @@
 """`optimizer` on real ranks: the bits of plain torch, and with `shard=` one part of the state on each rank."""
 
+import contextlib
 import inspect
 import sys
 
@@ -9,6 +10,8 @@ import pytrees
 import scripts
 import torch
 import torch.nn.functional as F
+from cases import cases
+from patience import HANGS
 from torch import nn, optim
 
 from spmd import (
@@ -101,11 +104,20 @@ def arrays(tree):
     ],
     ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else ""),
 )
-def test_steps_on_any_number_of_ranks_are_torchs_bit_for_bit(shared_mesh, shard, cls, hyper):
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.long)], ids=str)
+def test_steps_on_ranks_are_torchs_bit_for_bit(shared_mesh, shard, cls, hyper, sizes):
+    are_torchs_bit_for_bit(shared_mesh, shard, cls, hyper, sizes)
+
+
+def test_steps_on_any_number_of_ranks_are_torchs_bit_for_bit(shared_mesh):
+    are_torchs_bit_for_bit(shared_mesh, "auto", *CLASSES[0], (1, 2, 4))
+
+
+def are_torchs_bit_for_bit(shared_mesh, shard, cls, hyper, sizes):
     opt = optimizer(cls, shard=shard, **hyper)
     grads_of_steps = [zeros_for(mixed(), mixed(10 * i + 5)) for i in range(3)]
     wanted = sequential(cls, hyper, mixed(), grads_of_steps)
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         mesh = shared_mesh({"data": size})
         step = spmd(lambda params, grads, opt_state: opt.step(params, grads, opt_state), mesh=mesh, check="always")
         for where in ("driver", "region") if size > 1 else ("driver",):
@@ -325,17 +337,21 @@ def tensor_parallel_loss(params, batch, combine):
     return F.mse_loss(combine(h @ params["w2"]) + params["b2"], batch["y"])
 
 
-@pytest.mark.parametrize("shard", ["auto", None, "data", "model", ("data", "model")], ids=str)
 @pytest.mark.parametrize(
-    ("backend", "cls", "hyper"),
-    [
-        *(("shm", *CLASSES[0]), ("gloo", *CLASSES[0]), ("shm", *CLASSES[2])),
-        pytest.param("gloo", *CLASSES[2], marks=pytest.mark.long),
-    ],
-    ids=lambda v: getattr(v, "__name__", v if isinstance(v, str) else ""),
+    ("backend", "which", "shard"),
+    cases(
+        lambda backend, which, shard: (
+            (backend, which) == ("shm", 0) or (shard == "auto" and (backend, which) != ("gloo", 2))
+        ),
+        ("shm", "gloo"),
+        (0, 2),
+        ("auto", None, "data", "model", ("data", "model")),
+    ),
+    ids=str,
 )
-def test_parameters_cut_over_an_axis(shared_mesh, backend, shard, cls, hyper):
+def test_parameters_cut_over_an_axis(shared_mesh, backend, which, shard):
     """Tensor parallelism and data parallelism at once: state is cut as its parameter is, and sliced if asked for."""
+    cls, hyper = CLASSES[which]
     mesh, opt = shared_mesh({"data": 2, "model": 2}, backend), optimizer(cls, shard=shard, **hyper)
 
     def step(params, opt_state, batch):
@@ -622,13 +638,24 @@ print(all(torch.allclose(fetch(params)[name], plain[name]) for name in names))
 
 
 def test_launched_ranks_divide_state_in_one_order(tmp_path):
-    """Whatever seed Python has for the hashes of texts: they gather it, and would mix that of different groups."""
-    code = MISSING.replace("AXES", "{'data': 2}")
-    told = scripts.two_ranks(tmp_path, code, inside=lambda rank: ("env", f"PYTHONHASHSEED={rank + 1}"))
-    assert [out for out, _ in told] == ["True\n", "True\n"], told
+    """Whatever seed Python has for the hashes of texts: they gather it over both axes, and could mix groups or axes."""
+    program = scripts.script(tmp_path, MISSING.replace("AXES", "{'data': 2, 'model': 2}"))
+    told = {"SPMD_SIZE": "4", "SPMD_INIT_METHOD": f"file://{tmp_path}/meet"}
+    forked = f"{scripts.HERE}/forked.py"
+    with contextlib.ExitStack() as stack:
+        halves = [
+            stack.enter_context(
+                scripts.started(
+                    *(forked, "2", program), fresh=True, env={**told, "SPMD_RANK": first, "PYTHONHASHSEED": seed}
+                )
+            )
+            for first, seed in (("0", "1"), ("2", "2"))
+        ]
+        assert [half.communicate(timeout=HANGS) for half in halves] == [("True\nTrue\n", "")] * 2
 
 
-@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", ["1", "2"])
 def test_state_is_gathered_in_the_order_of_its_axes(tmp_path, seed):
     program = scripts.script(tmp_path, MISSING.replace("AXES", "{'data': 2, 'model': 2}"))
     status, out, err = scripts.run(program, fresh=True, env={"PYTHONHASHSEED": seed})

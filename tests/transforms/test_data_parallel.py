@@ -6,6 +6,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases, on_both
 from torch import nn
 
 from spmd import (
@@ -31,7 +32,7 @@ from spmd import (
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
+over_gloo = pytest.mark.parametrize("backend", [pytest.param("shm", marks=pytest.mark.long), "gloo"])  # slower
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -64,8 +65,15 @@ def assert_close(found, wanted, tolerance):
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-@on_both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    cases(
+        lambda dtype, backend: (dtype is torch.float32) == (backend == "gloo"),
+        (torch.float32, torch.float64),
+        ("shm", "gloo"),
+    ),
+    ids=str,
+)
 def test_uneven_and_empty_shards_are_exact(shared_mesh, backend, dtype):
     mesh = shared_mesh({"data": 4}, backend)
     apply, params = mlp(dtype)
@@ -165,7 +173,7 @@ def test_mistakes_with_batches(shared_mesh):
     assert run((torch.ones(4), torch.ones(4))).item() == 8
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@on_both
 def test_a_batch_over_two_axes(shared_mesh, backend):
     """As one data_parallel within the other; parts have to be equal."""
     mesh, over = shared_mesh({"data": 2, "model": 2}, backend), ("data", "model")
@@ -310,7 +318,7 @@ def test_wire_dtype_of_complex_parameters(shared_mesh):
     torch.testing.assert_close(found, exact, rtol=2e-2, atol=1e-2)
 
 
-@on_both
+@over_gloo
 def test_many_buckets_and_collectives_in_between(shared_mesh, backend):
     """Buckets fill while the backward communicates, also on a rank without samples."""
     mesh = shared_mesh({"data": 2, "model": 2}, backend)
@@ -344,7 +352,7 @@ class Refuses(nn.Module):
         return x
 
 
-@on_both
+@over_gloo
 def test_a_model_that_fails_on_no_samples_contributes_nothing(shared_mesh, backend):
     mesh = shared_mesh({"data": 4}, backend)
     torch.manual_seed(0)
@@ -385,8 +393,10 @@ def test_a_rank_without_samples_has_on_the_host_what_others_have_there(shared_me
     assert (value.item(), aux.tolist(), gradient.item()) == (6.0, [1.0, 1.0], 3.0)
 
 
-@on_both
-@pytest.mark.parametrize("refuses", [True, False])
+@pytest.mark.parametrize(
+    ("refuses", "backend"),
+    cases(lambda refuses, backend: refuses == (backend == "gloo"), (True, False), ("shm", "gloo")),
+)
 def test_a_rank_without_samples_reduces_in_the_order_of_the_others(shared_mesh, backend, refuses):
     """Value and aux travel as they are, gradients as another dtype: buckets of two kinds, one after another."""
     mesh = shared_mesh({"data": 4}, backend)
@@ -418,7 +428,7 @@ def test_a_rank_without_samples_reduces_in_the_order_of_the_others(shared_mesh, 
                 torch.testing.assert_close(found[name].full(), gradient, rtol=tolerance, atol=tolerance / 10)
 
 
-@on_both
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_failure_that_is_no_empty_shards_fault_is_raised(shared_mesh, backend):
     mesh = shared_mesh({"data": 4}, backend)
     refuses = Refuses()
@@ -615,10 +625,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("axes", "backend", "shard"),
-    [({"data": 4}, "shm", None), ({"data": 3}, "gloo", "data"), ({"data": 2, "model": 2}, "shm", "data")],
+    ("axes", "backend", "shard", "model"),
+    [
+        *(({"data": 4}, "shm", None, "cnn"), ({"data": 3}, "gloo", "data", "mlp")),
+        ({"data": 2, "model": 2}, "shm", "data", "cnn"),
+        pytest.param({"data": 4}, "shm", None, "mlp", marks=pytest.mark.long),
+        pytest.param({"data": 3}, "gloo", "data", "cnn", marks=pytest.mark.long),
+        pytest.param({"data": 2, "model": 2}, "shm", "data", "mlp", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_a_training_run_is_the_sequential_torch_program(shared_mesh, axes, backend, shard, model):

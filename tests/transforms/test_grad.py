@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import on_both
 from internals import checks_remembered
 from torch import nn
 
@@ -44,8 +45,6 @@ from spmd.transforms._sums import Sums
 from spmd.transforms._tokens import in_gradient, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-on_both = pytest.mark.parametrize("backend", ["shm", "gloo"])
 
 
 def of_rank(values, axis="data"):
@@ -321,7 +320,7 @@ def test_ring_attention_is_dense_attention(shared_mesh):
         close(found.full(), dense)
 
 
-@on_both
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_pipeline_whose_stages_run_different_code(shared_mesh, backend):
     """On the first stage the loss is a constant, and what it sends on is needed elsewhere; both are in the gradient."""
     x, y, w = make((3, 4, 5), (3, 4, 5), (2, 5, 5))  # three micro-batches, a weight for each stage
@@ -993,7 +992,7 @@ def test_our_gradient_within_torchs_own_graph(shared_mesh):
 # -- purity -----------------------------------------------------------------------------------------------------------
 
 
-@on_both
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("size", [3, 70_000])
 def test_gradients_changed_in_place_are_the_ranks_own(shared_mesh, backend, size):
     def step(w, x):

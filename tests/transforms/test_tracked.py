@@ -6,6 +6,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import on_both
 
 from spmd import Loader, P, Sharded, SpecError, data_parallel, grad, psum, spmd, value_and_grad
 
@@ -151,7 +152,7 @@ def test_what_is_made_of_it_is_still_known(shared_mesh, size):
         spmd(data_parallel(step, shards=2), mesh=shared_mesh({"data": size}))(torch.ones(4, 2))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@on_both
 def test_messages_of_it_are_refused(shared_mesh, backend):
     mesh = shared_mesh({"data": 2}, backend)
     for call in (
