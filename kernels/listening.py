@@ -25,15 +25,16 @@ class Listening:
     def __init__(self, woken: Callable[[], None] = lambda: None):
         self.selector = selectors.DefaultSelector()
         self._woken = woken
-        self._pipe = os.pipe()
+        self._pipe: tuple[int, ...] = os.pipe()
         for fd in self._pipe:
             os.set_blocking(fd, False)
         self.selector.register(self._pipe[0], READ, self._drain)
 
     def wake(self) -> None:
         """Have the listening thread call `woken`; may be called by any thread."""
-        with contextlib.suppress(OSError):  # the pipe is full of wakes, or closed
-            os.write(self._pipe[1], b"!")
+        with contextlib.suppress(OSError):  # the pipe is full of wakes
+            for fd in self._pipe[1:]:
+                os.write(fd, b"!")
 
     def _drain(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -51,5 +52,6 @@ class Listening:
 
     def close(self) -> None:
         self.selector.close()
-        for fd in self._pipe:
+        pipe, self._pipe = self._pipe, ()  # first, since the numbers may soon be those of other files
+        for fd in pipe:
             os.close(fd)
