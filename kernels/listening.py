@@ -25,7 +25,7 @@ class Listening:
     def __init__(self, woken: Callable[[], None] = lambda: None):
         self.selector = selectors.DefaultSelector()
         self._woken = woken
-        self._pipe = os.pipe()
+        self._pipe: tuple[int, ...] = os.pipe()
         try:
             for fd in self._pipe:
                 os.set_blocking(fd, False)
@@ -36,8 +36,9 @@ class Listening:
 
     def wake(self) -> None:
         """Have the listening thread call `woken`; may be called by any thread."""
-        with contextlib.suppress(OSError):  # the pipe is full of wakes, or closed
-            os.write(self._pipe[1], b"!")
+        with contextlib.suppress(OSError):  # the pipe is full of wakes
+            for fd in self._pipe[1:]:
+                os.write(fd, b"!")
 
     def _drain(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -55,5 +56,6 @@ class Listening:
 
     def close(self) -> None:
         self.selector.close()
-        for fd in self._pipe:
+        pipe, self._pipe = self._pipe, ()  # first, since the numbers may soon be those of other files
+        for fd in pipe:
             os.close(fd)

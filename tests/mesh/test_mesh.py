@@ -443,3 +443,16 @@ def test_errors_of_a_mesh_show_the_users_frames_alone(make_mesh, monkeypatch):
             call()
         shown = [frame.f_code.co_name for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
         assert shown == ["test_errors_of_a_mesh_show_the_users_frames_alone", "<lambda>"], (name, caught.value)
+
+
+def test_a_closed_mesh_writes_to_no_file_that_has_got_a_number_of_its_own(make_mesh):
+    """As a thread that resizes a mesh has it listen to new ranks just when another thread closes it."""
+    mesh = make_mesh({"data": 1})
+    mesh.close()
+    files = [os.memfd_create("a program's") for _ in range(64)]
+    try:
+        mesh.driver.receiving.soon(int)
+        assert [os.fstat(file).st_size for file in files] == [0] * 64
+    finally:
+        for file in files:
+            os.close(file)
