@@ -509,12 +509,12 @@ def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
     return len(region.require("this").looked_at)
 
 
-def refuse_next_message(mesh: Any, rank: int) -> None:
-    """Have the system refuse the next message to a rank, as it does for want of memory."""
+def refuse_next_message(mesh: Any, rank: int, *, remote: bool = False) -> None:
+    """Have the system refuse the next message to a rank, as it does for want of memory; `remote`: to its objects."""
     import errno
     import os
 
-    sender = mesh.driver.ranks.all[rank].sender
+    sender = mesh.driver.node._to[rank]._sender if remote else mesh.driver.ranks.all[rank].sender
 
     def refused(*_: Any) -> int:
         del sender._sent
