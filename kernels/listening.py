@@ -26,9 +26,13 @@ class Listening:
         self.selector = selectors.DefaultSelector()
         self._woken = woken
         self._pipe = os.pipe()
-        for fd in self._pipe:
-            os.set_blocking(fd, False)
-        self.selector.register(self._pipe[0], READ, self._drain)
+        try:
+            for fd in self._pipe:
+                os.set_blocking(fd, False)
+            self.selector.register(self._pipe[0], READ, self._drain)
+        except BaseException:
+            self.close()
+            raise
 
     def wake(self) -> None:
         """Have the listening thread call `woken`; may be called by any thread."""

@@ -531,3 +531,14 @@ def close_control_of_zygote(mesh: Any, monkeypatch: Any) -> None:
 
     mesh.driver.ranks.all[0]._zygote._control.shutdown(socket.SHUT_RDWR)
     monkeypatch.setattr(spawn, "_EXIT_SECONDS", 0.1)
+
+
+def interrupt_wait_for_end(mesh: Any, rank: int) -> None:
+    """Ctrl-C comes while the mesh that is being closed waits for the end of a rank."""
+    one = mesh.driver.ranks.all[rank]
+
+    def interrupted(seconds: float) -> bool:
+        del one.ended
+        raise KeyboardInterrupt
+
+    one.ended = interrupted

@@ -90,11 +90,9 @@ class DriverSession(Owned):
             undo.callback(self.ranks.close)
             self.node = self._new_node()
             undo.pop_all()
-        try:
+            undo.callback(self.shut, "it could not be made")
             self.ranks.start(layout.size)
-        except BaseException:
-            self.shut("it could not be made")
-            raise
+            undo.pop_all()
         self.receiving.start()
         self.uncopied.copy_to_hosts(self)
         open_sessions.add(self)
@@ -314,14 +312,16 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        self.node.close(why)  # first, so that the end of a rank is not taken for its death
-        with self.lock:
-            self.closing = True
-            self.tell(protocol.Exit())
-        end = time.monotonic() + CLOSE_SECONDS
-        for rank in self.ranks.all:
-            rank.ended(max(0.0, end - time.monotonic()))
-        self.shut(why)
+        try:
+            self.node.close(why)  # first, so that the end of a rank is not taken for its death
+            with self.lock:
+                self.closing = True
+                self.tell(protocol.Exit())
+            end = time.monotonic() + CLOSE_SECONDS
+            for rank in self.ranks.all:
+                rank.ended(max(0.0, end - time.monotonic()))
+        finally:  # also after Ctrl-C: from now on nobody would notice a rank's end
+            self.shut(why)
         if failed is not None:
             raise failed
 

@@ -32,6 +32,10 @@ class DirectFile:
     def __init__(self, file: Path):
         self._file, self._sums = file, Sums()
         self._length = self._filled = 0
+        try:
+            self._memory = _spare.pop()
+        except IndexError:
+            self._memory = mmap.mmap(-1, PIECE)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._number = os.open(file, flags | os.O_DIRECT, 0o666)
@@ -39,10 +43,6 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 raise
             self._number = os.open(file, flags & ~os.O_EXCL, 0o666)  # the failed call has made it
-        try:
-            self._memory = _spare.pop()
-        except IndexError:
-            self._memory = mmap.mmap(-1, PIECE)
         self._bytes = memoryview(self._memory)
         self._piece = torch.frombuffer(self._memory, dtype=torch.uint8)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from internals import close_control_of_zygote, refuse_next_message, zygote_of
+from internals import close_control_of_zygote, interrupt_wait_for_end, refuse_next_message, zygote_of
+from patience import HANGS, end_within
 from scripts import run
 
 from spmd import Mesh, MeshError, P, PeerLost, psum, put, spmd
@@ -143,10 +144,23 @@ print("failed", failed)
     assert int(out.split()[-1]) > 9
 
 
-def test_a_zygote_that_cannot_be_asked_any_more_and_does_not_end(make_mesh: Callable[..., Mesh], monkeypatch: Any) -> None:
+def test_a_zygote_that_cannot_be_asked_any_more_and_does_not_end(
+    make_mesh: Callable[..., Mesh], monkeypatch: Any
+) -> None:
     mesh = make_mesh({"data": 1})
     x = put(torch.arange(3), mesh=mesh)
     os.kill(zygote_of(mesh), signal.SIGSTOP)
     close_control_of_zygote(mesh, monkeypatch)
     other = make_mesh({"data": 1})  # its rank is forked from the zygote that stood by
     assert put(torch.arange(3), mesh=other).full().tolist() == x.full().tolist() == [0, 1, 2]
+
+
+def test_a_mesh_that_is_interrupted_while_it_closes_is_closed(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh({"data": 2})
+    x, pids = put(torch.arange(3), mesh=mesh), mesh.driver.pids
+    interrupt_wait_for_end(mesh, 0)
+    with pytest.raises(KeyboardInterrupt):
+        mesh.close()
+    assert mesh.closed and end_within(HANGS, pids)
+    with pytest.raises(MeshError, match=r"this mesh is closed"):
+        x.full()
