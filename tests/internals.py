@@ -568,10 +568,12 @@ def beside_next(what: str, call: Callable[[], object]) -> Iterator[None]:
         setattr(owner, what, original)
 def refuse_next_message(mesh: Any, rank: int) -> None:
     """Have the system refuse the next message to a rank, as it does for want of memory."""
+def refuse_next_message(mesh: Any, rank: int, *, remote: bool = False) -> None:
+    """Have the system refuse the next message to a rank, as it does for want of memory; `remote`: to its objects."""
     import errno
     import os
 
-    sender = mesh.driver.ranks.all[rank].sender
+    sender = mesh.driver.node._to[rank]._sender if remote else mesh.driver.ranks.all[rank].sender
 
     def refused(*_: Any) -> int:
         del sender._sent

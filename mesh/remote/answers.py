@@ -23,12 +23,12 @@ def raised(packet: wire.Packet, mesh: str) -> BaseException:
     return combine({rank: failure}, {}, mesh)
 
 
-def lost(rank: int, what: str, mesh: str) -> PeerLost:
-    """The error for a rank that has ended, and with it what lived there."""
+def lost(rank: int, what: str, mesh: str, cut: str = "") -> PeerLost:
+    """The error for a rank that has ended, or could not be sent a message (`cut`), and with it what lived there."""
     return PeerLost(
-        f"rank {rank}, on which {what} lived, has died or left",
+        f"rank {rank}, on which {what} lived, {f'could not be sent a message: {cut}' if cut else 'has died or left'}",
         where=mesh,
-        remedy="make the object again: the mesh replaces the rank",
+        remedy=f"make the object again{'' if cut else ': the mesh replaces the rank'}",
         rank=rank,
     )
 

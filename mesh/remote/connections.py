@@ -52,7 +52,7 @@ class Connection:
     def __init__(self, exchange: Exchange, socket_: socket.socket, outgoing: int | None):
         self._exchange, self.socket, self.outgoing = exchange, socket_, outgoing
         self.peer: NodeId | None = None
-        self.lost = False
+        self.lost, self.cut = False, ""  # `cut` says why, if this process has ended it
         self.pending: dict[int, Any] = {}
         self.nbytes = 0  # of what is pending
         self._lock = threading.Lock()
@@ -91,15 +91,25 @@ class Connection:
                 self._exchange.wake(self)
             elif self.blocked:
                 self._sender.send(packet)
-        except OSError:
+        except ConnectionError:
             pass  # its end is noticed by reading
+        except OSError as error:
+            self._cut(error)
 
     def flush(self) -> None:
         with self._lock:
             try:
                 self.blocked = not self._sender.flush()
-            except OSError:
+            except OSError as error:
                 self.blocked = False
+                if not isinstance(error, ConnectionError):
+                    self._cut(error)
+
+    def _cut(self, error: OSError) -> None:
+        """A message could not be sent: the other end would lack it, so the connection ends, which reading notices."""
+        self.cut = str(error)
+        with contextlib.suppress(OSError):  # it has ended
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def greet(self) -> bool:
         """Go on with the greeting, as far as bytes have come; False if the other end is not of this mesh."""

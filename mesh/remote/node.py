@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from ...kernels.errors import MeshError, SpmdError
+from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import wire
 from . import answers
@@ -80,7 +81,12 @@ class Node(Owned):
         """Start a thread that serves connections; safe in a signal handler."""
         if self._thread is None:
             self._thread = -1
-            self._thread = _thread.start_new_thread(self._serve, ())
+            try:
+                with named_limits():
+                    self._thread = _thread.start_new_thread(self._serve, ())
+            except MeshError:
+                self._thread = None
+                raise
 
     def _serve(self) -> None:
         try:
@@ -187,7 +193,8 @@ class Node(Owned):
         """Handle the end of a connection: its process has ended, or has closed it."""
         with self.lock:
             if connection.peer is not None:
-                self._dead.add(connection.peer)
+                if not connection.cut:
+                    self._dead.add(connection.peer)
                 if connection.outgoing is None:
                     self.residents.caller_gone(connection.peer)
             if connection.outgoing is not None and self._to.get(connection.outgoing) is connection:
@@ -197,7 +204,7 @@ class Node(Owned):
                 self.caller.restoring.rank_lost(connection.peer)
         rank = DRIVER if connection.outgoing is None else connection.outgoing
         for waiting in (one for one in pending.values() if not one.again):
-            waiting.settle(None, answers.lost(rank, waiting.what, self.describe()))
+            waiting.settle(None, answers.lost(rank, waiting.what, self.describe(), connection.cut))
 
     def close(self, why: str, remedy: str = "make a new Mesh") -> None:
         """End all calls; nothing is received or sent any more."""

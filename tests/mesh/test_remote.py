@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import gc
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from host_processes import parent_of
+from internals import refuse_next_message
 from patience import HANGS, until
 
 from spmd import Mesh, MeshError, P, PeerLost, SpecError, data_parallel, psum, put, spmd
@@ -657,6 +659,38 @@ def listening(pids: list[int]) -> tuple[list[str], list[int]]:
         int(fields[1].partition(":")[2], 16) for fields in over_ip if fields[3] == "0A" and fields[9] in inodes & shared
     }
     return ["\0" + name[1:] for name in names], [*ports]
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_call_that_cannot_be_sent(make_mesh: Callable[..., Mesh], restore: bool) -> None:
+    """As for want of memory: it fails, or is sent again, and does not wait for an answer that nobody gives."""
+    mesh = make_mesh({"data": 2})
+    pids = mesh.driver.pids
+    ledger = mesh.remote(Ledger, "first", rank=1, restore=restore)
+    assert ledger.write("second").get(HANGS) == 2
+    refuse_next_message(mesh, 1, remote=True)
+    if restore:
+        assert ledger.write("third").get(HANGS) == 3
+    else:
+        with pytest.raises(PeerLost, match=r"Ledger.write lived, could not be sent a message: .*buffer space"):
+            ledger.write("third").get(HANGS)
+        ledger = mesh.remote(Ledger, "again", rank=1)
+    assert ledger.read().get(HANGS) == (["first", "second", "third"] if restore else ["again"])
+    assert mesh.driver.pids == pids
+
+
+def test_calls_that_no_thread_can_be_started_for(make_mesh: Callable[..., Mesh], monkeypatch: Any) -> None:
+    """The next one tries again."""
+    mesh = make_mesh({"data": 1})
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_thread, "start_new_thread", refuse)
+        with pytest.raises(MeshError, match="RLIMIT_NPROC"):
+            mesh.remote(Ledger, "first")
+    assert mesh.remote(Ledger, "first").read().get(HANGS) == ["first"]
 
 
 @pytest.mark.parametrize("at", [0, -1], ids=["length", "content"])
