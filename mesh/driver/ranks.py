@@ -24,9 +24,10 @@ from .. import wire
 from ..display import trace
 from ..display.records import levels
 from ..rank.descriptors import RankRequest
+from ..rank.interrupts import uninterrupted
 from ..remote.addresses import listen
 from ..spec import Layout
-from .spawn import fork_rank, mesh_begins, mesh_ends
+from .spawn import await_zygote, fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for leaving ranks to end by themselves
 _LEAVING = 10  # their niceness, while others go on
@@ -182,8 +183,10 @@ class Ranks:
         mesh_begins()
 
     def start(self, size: int) -> None:
+        await_zygote()  # it may import torch, which takes seconds
         for rank in range(size):
-            self.all.append(self._start(rank))
+            with uninterrupted():  # a process that Ctrl-C left to nobody would stay
+                self.all.append(self._start(rank))
 
     def _start(self, number: int) -> Rank:
         assert self.arena is not None
