@@ -20,6 +20,7 @@ from typing import Any
 from ...kernels.errors import MeshError, SpmdError
 from ...kernels.processes import Owned
 from .. import wire
+from ..rank.interrupts import uninterrupted
 from . import answers
 from .addresses import connected
 from .caller import Caller
@@ -201,18 +202,21 @@ class Node(Owned):
 
     def close(self, why: str, remedy: str = "make a new Mesh") -> None:
         """End all calls; nothing is received or sent any more."""
-        if self.closed is not None or self.foreign:
+        if self.foreign:
             return
-        with self.lock:
-            self.closed, self._remedy = why, remedy
-            waiting = [one for connection in self._to.values() for one in connection.pending.values()]
-        for one in waiting:
-            with contextlib.suppress(Exception):
-                one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
-        if self._thread is None:
-            self._exchange.give_back()
-        else:
-            self._exchange.close()
+        with uninterrupted():
+            with self.lock:
+                if self.closed is not None:
+                    return
+                self.closed, self._remedy = why, remedy
+                waiting = [one for connection in self._to.values() for one in connection.pending.values()]
+            for one in waiting:
+                with contextlib.suppress(Exception):
+                    one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
+            if self._thread is None:
+                self._exchange.give_back()
+            else:
+                self._exchange.close()
 
 
 def driver_node(
