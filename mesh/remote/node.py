@@ -100,11 +100,14 @@ class Node(Owned):
     def in_use(self) -> bool:
         """Whether objects that this process has made are alive, or its calls are under way."""
         with self.lock:
-            dropped = {name for _, name in tuple(self.caller.dropped_names)}
-            return not self.caller.made <= dropped or any(connection.pending for connection in self._to.values())
+            return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
 
     def wake(self) -> None:
         self._exchange.wake()
+
+    @property
+    def watching(self) -> bool:
+        return self.caller.gone.watching
 
     def tidy(self) -> None:
         self.caller.tidy()

@@ -405,6 +405,28 @@ def test_ctrl_c_while_a_value_goes(make_mesh, what):
     assert len(values) == before and not values.of_calls(read=False) and not values.freed()
 
 
+class _Kept:
+    def all(self):
+        return [1] * 100_000  # kept on the rank until it is fetched
+
+
+@pytest.mark.parametrize("what", ["a Ref", "an object's handle"])
+def test_ctrl_c_while_something_remote_goes(make_mesh, what):
+    mesh = make_mesh({"data": 1})
+    gone = mesh.driver.node.caller.gone
+    held = mesh.remote(_Kept)
+    ref = held.all()
+    ref.get()
+    assert until(lambda: len(gone._watches) == 2)  # the Ref of making it is gone
+    last = {"it": ref if what == "a Ref" else held}
+    del ref, held
+    assert until(lambda: len(gone._watches) == 1)
+    press = map(ctypes.CDLL(None)["raise"], [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        deque(itertools.chain(press, map(last.pop, ["it"])), maxlen=0)
+    assert not last and until(lambda: not gone.watching)
+
+
 class PressedWhenSet(dict):
     """Ctrl-C is pressed as soon as something is noted here, once."""
 
