@@ -119,13 +119,13 @@ class Rank(Owned):
             yield from packets
 
     def signal(self, number: int) -> None:
-        if self.alive and not self.foreign:
+        if self.alive and self.pidfd >= 0 and not self.foreign:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def ended(self, seconds: float) -> bool:
         """Wait for the process to end; whether it has."""
-        return not self.alive or ended(self.pidfd, seconds)
+        return not self.alive or self.pidfd < 0 or ended(self.pidfd, seconds)
 
     def end_text(self) -> str:
         """How the process ended."""
