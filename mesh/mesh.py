@@ -20,13 +20,14 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, RankOnly
 from . import running
 from .display import drawing, stacks, status
-from .driver import lost_values, open_sessions
+from .driver import lost_values
 from .driver.session import DriverSession
 from .hosts.host_list import HostList
 from .launch import launched
 from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, no_mesh, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
+from .rank.interrupts import uninterrupted
 from .rank.session import RankSession
 from .region import current, planned_session
 from .replication.messages import followed
@@ -118,9 +119,14 @@ class Mesh:
             self._start()
 
     def _start(self) -> None:
-        self._driver = DriverSession(self)
-        self._finalizer = weakref.finalize(self, open_sessions.close_quietly, self._driver)
-        self._finalizer.atexit = False
+        try:
+            with uninterrupted():
+                self._driver = DriverSession(self)
+            self._driver.start()
+        except BaseException:
+            if self._driver is not None:
+                self._driver.shut("it could not be made")
+            raise
 
     def _set(self, layout: Layout, seed: int, timeout: float, grace: float = 0.0, on_loss: str = "raise") -> None:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
@@ -178,9 +184,8 @@ class Mesh:
         return f"Mesh({self.axes}, backend={self.backend!r}, device={self.device!r})"
 
     def __repr__(self) -> str:
-        if self.size > drawing.MOST_DRAWN:
-            return self.describe()
-        return "\n".join(map(drawing.text, self._grids()))
+        few = self.size <= drawing.MOST_DRAWN
+        return "\n".join(map(drawing.text, self._grids())) if few else self.describe()
 
     def _repr_html_(self) -> str:
         return drawing.html(self._grids(), self.size)
@@ -210,8 +215,7 @@ class Mesh:
         """
         session = planned_session() or (None if self._rank_session is None else self.session)
         if session is None:
-            problem = "mesh.comm was called in the driver, which is not a rank"
-            raise MeshError(problem, remedy="call it inside mesh.run")
+            raise MeshError("mesh.comm was called in the driver, which is not a rank", remedy="call it inside mesh.run")
         return followed(session.comm_among(ranks, axis), session.layout)
 
     device_mesh = property(running.device_mesh)
@@ -243,10 +247,10 @@ class Mesh:
             _set_default(None)
         if getattr(self._driver or self._rank_session, "foreign", False):  # in a fork: the parent's goes on
             return
-        wait(self.at_close)
         if self._driver is not None:
             self._driver.close()
         elif self._rank_session is not None and self._rank_session.launched:
+            wait(self.at_close)
             self._rank_session.close()
         at_close, self.at_close = self.at_close, []
         for future in (one for one in at_close if not getattr(one, "reported", True)):
@@ -262,7 +266,6 @@ class Mesh:
             MeshError: called on a rank.
         """
         self.check_driver("restart", "end the job and launch it again")
-        self._finalizer.detach()
         self.driver.shut(lost_values.RESTARTED, "make them again")
         self._start()
 
@@ -296,8 +299,7 @@ class Mesh:
         _entered.meshes.remove(self)
         self._depth -= 1
         if self._depth == 0 and current() is None:
-            hidden = () if error is None else (BaseException,)  # the error under way says more
-            with contextlib.suppress(*hidden):
+            with contextlib.suppress(*([] if error is None else [Exception])):  # the error under way says more
                 self.close()
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import traceback
+import weakref
+from concurrent.futures import wait
 
 from ...kernels.errors import MeshError
 from ..display import trace
@@ -19,7 +21,7 @@ SAY_SECONDS = 3.0  # after which closing says what it waits for
 _AT_EXIT = "the driver exited"
 
 
-_open: set[Session] = set()
+_open: dict[Session, weakref.finalize] = {}  # each with what closes it when its mesh is gone
 
 
 def add(session: Session) -> None:
@@ -27,7 +29,8 @@ def add(session: Session) -> None:
         # After the zygote's own hook was registered, so that this runs before it.
         atexit.unregister(close_all)
         atexit.register(close_all)
-    _open.add(session)
+    _open[session] = weakref.finalize(session.mesh, close_quietly, session)
+    _open[session].atexit = False
     follow(session)
 
 
@@ -39,11 +42,14 @@ def follow(session: Session) -> None:
 
 
 def discard(session: Session) -> None:
-    _open.discard(session)
+    if (finalizer := _open.pop(session, None)) is not None:
+        finalizer.detach()
 
 
 def finish_tasks(session: Session) -> None:
-    """Wait for all tasks under way, at most for the timeout in all, and say so if it takes long."""
+    """Wait for checkpoints, then for all tasks under way, at most for the timeout in all; says so if it takes long."""
+    if session.mesh is not None:
+        wait(session.mesh.at_close)
     began, warned = time.monotonic(), False
     for task in list(session.pending.tasks.values()):
         session.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
@@ -81,6 +87,10 @@ def close_all() -> None:
     for session in list(_open):
         try:
             session.close(_AT_EXIT)
+        except KeyboardInterrupt:
+            for rest in list(_open):
+                rest.shut(_AT_EXIT)
+            raise
         except BaseException:
             traceback.print_exc()
             print(

@@ -24,9 +24,10 @@ from .. import wire
 from ..display import trace
 from ..display.records import levels
 from ..rank.descriptors import RankRequest
+from ..rank.interrupts import uninterrupted
 from ..remote.addresses import listen
 from ..spec import Layout
-from .spawn import fork_rank, mesh_begins, mesh_ends
+from .spawn import await_zygote, fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for leaving ranks to end by themselves
 _LEAVING = 10  # their niceness, while others go on
@@ -121,13 +122,13 @@ class Rank(Owned):
             yield from packets
 
     def signal(self, number: int) -> None:
-        if self.alive and not self.foreign:
+        if self.alive and self.pidfd >= 0 and not self.foreign:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def ended(self, seconds: float) -> bool:
         """Wait for the process to end; whether it has."""
-        return not self.alive or ended(self.pidfd, seconds)
+        return not self.alive or self.pidfd < 0 or ended(self.pidfd, seconds)
 
     def end_text(self) -> str:
         """How the process ended."""
@@ -189,8 +190,10 @@ class Ranks:
         mesh_begins()
 
     def start(self, size: int) -> None:
+        await_zygote()  # it may import torch, which takes seconds
         for rank in range(size):
-            self.all.append(self._start(rank))
+            with uninterrupted():  # a process that Ctrl-C left to nobody would stay
+                self.all.append(self._start(rank))
 
     def _start(self, number: int) -> Rank:
         assert self.arena is not None

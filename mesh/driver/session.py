@@ -90,12 +90,15 @@ class DriverSession(Owned):
             undo.callback(self.ranks.close)
             self.node = self._new_node()
             undo.pop_all()
-            undo.callback(self.shut, "it could not be made")
-            self.ranks.start(layout.size)
-            undo.pop_all()
-        self.receiving.start()
-        self.uncopied.copy_to_hosts(self)
-        open_sessions.add(self)
+
+    @named_limits()
+    def start(self) -> None:
+        """Start the ranks, and listen to them; if this raises an exception, the session is to be shut."""
+        self.ranks.start(self.layout.size)
+        with uninterrupted():
+            self.receiving.start()
+            self.uncopied.copy_to_hosts(self)
+            open_sessions.add(self)
 
     def _new_node(self) -> Any:
         ranks = self.ranks
@@ -294,13 +297,15 @@ class DriverSession(Owned):
         # Not for a handler in the middle of a call, nor the thread that listens: without these no task is settled.
         listens = threading.current_thread() is self.receiving
         waits = not listens and not self.lock._is_owned()  # type: ignore[attr-defined]
-        if not self._closes.acquire(blocking=waits):
-            return
         try:
-            if self.closed is None:
+            if self._closes.acquire(blocking=waits) and self.closed is None:
                 self._close(why, waits)
         finally:
-            self._closes.release()
+            if self._closes._is_owned():  # type: ignore[attr-defined]
+                try:
+                    self.shut(why)  # also after Ctrl-C: from now on nobody would notice a rank's end
+                finally:
+                    self._closes.release()
 
     def _close(self, why: str, waits: bool) -> None:
         open_sessions.discard(self)
@@ -312,39 +317,38 @@ class DriverSession(Owned):
             self.node.caller.raise_unseen()
         except BaseException as error:
             failed = error
-        try:
-            self.node.close(why)  # first, so that the end of a rank is not taken for its death
-            with self.lock:
-                self.closing = True
-                self.tell(protocol.Exit())
-            end = time.monotonic() + CLOSE_SECONDS
-            for rank in self.ranks.all:
-                rank.ended(max(0.0, end - time.monotonic()))
-        finally:  # also after Ctrl-C: from now on nobody would notice a rank's end
-            self.shut(why)
+        self.node.close(why)  # first, so that the end of a rank is not taken for its death
+        with self.lock:
+            self.closing = True
+            self.tell(protocol.Exit())
+        end = time.monotonic() + CLOSE_SECONDS
+        for rank in self.ranks.all:
+            rank.ended(max(0.0, end - time.monotonic()))
+        self.shut(why)
         if failed is not None:
             raise failed
 
     def shut(self, why: str, remedy: str = "make a new Mesh") -> None:
         """Kill what still runs, and release everything; `remedy` is for who calls objects that were on the ranks."""
         self.check_owner()
-        if self.closed is not None:
-            return
-        self.closed = why
-        open_sessions.discard(self)
-        resizing, self.resizing = self.resizing, None
-        if resizing is not None:
-            resizing.cancel()
-        if self.leaving is not None:
-            self.leaving.join()
-        self.node.close(why, remedy)
-        self.ranks.kill()
-        self.receiving.close(self.ranks.all)
-        self.ranks.close()
-        self.shipped.close()
-        self.uncopied.close()
-        with self.lock:
-            for task in list(self.pending.tasks.values()):
-                if not task.settled.is_set():
-                    task.settle(lambda: closed(self, "call"))
-            self.changed.notify_all()
+        with uninterrupted():  # halfway, processes would stay
+            if self.closed is not None:
+                return
+            self.closed = why
+            open_sessions.discard(self)
+            resizing, self.resizing = self.resizing, None
+            if resizing is not None:
+                resizing.cancel()
+            if self.leaving is not None:
+                self.leaving.join()
+            self.node.close(why, remedy)
+            self.ranks.kill()
+            self.receiving.close(self.ranks.all)
+            self.ranks.close()
+            self.shipped.close()
+            self.uncopied.close()
+            with self.lock:
+                for task in list(self.pending.tasks.values()):
+                    if not task.settled.is_set():
+                        task.settle(lambda: closed(self, "call"))
+                self.changed.notify_all()

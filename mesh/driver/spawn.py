@@ -46,15 +46,16 @@ class Zygote:
     """A running zygote; `fork` makes a rank from it."""
 
     def __init__(self) -> None:
-        control, theirs = socket.socketpair()
-        self._ask_on(control)
-        try:
-            self._process = self._started(theirs)
-        except BaseException:
-            self._control.close()
-            raise
-        finally:
-            theirs.close()
+        with uninterrupted():  # its number would be lost, if Ctrl-C came just when it was started
+            control, theirs = socket.socketpair()
+            self._ask_on(control)
+            try:
+                self._process = self._started(theirs)
+            except BaseException:
+                self._control.close()
+                raise
+            finally:
+                theirs.close()
 
     def _ask_on(self, control: socket.socket) -> None:
         self.driver_pid = os.getpid()
@@ -76,14 +77,10 @@ class Zygote:
 
     def fork(self, request: Message, fds: list[int]) -> tuple[int, int]:
         """Fork a rank (or a reader) that runs `main(request, fds)` of its module, or another zygote; pid and pidfd."""
+        self.await_ready()
         with self._lock:
             if self._control.fileno() < 0:  # another mesh found that it was gone, and closed it
                 raise self._lost("is gone")
-            if not self._ready:
-                self._await()
-                if self._control.recv(1) != b"R":
-                    raise self._lost("did not start")
-                self._ready = True
             with uninterrupted():
                 send(self._control, request, fds)
                 while True:
@@ -99,6 +96,17 @@ class Zygote:
                     if isinstance(reply, Refused):
                         raise OSError(reply.number, os.strerror(reply.number))
                     self.exits[reply.pid] = reply.status
+
+    def await_ready(self) -> None:
+        """Wait until it has imported what it needs."""
+        with self._lock:
+            if self._ready or self._control.fileno() < 0:
+                return
+            self._await()
+            with uninterrupted():  # it says so once
+                if self._control.recv(1) != b"R":
+                    raise self._lost("did not start")
+                self._ready = True
 
     def next(self) -> Zygote | None:
         """The zygote that replaces this one, which was killed; None if there is none."""
@@ -232,6 +240,12 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
+
+
+def await_zygote() -> None:
+    """Wait until ranks can be forked in a moment; if the zygote is killed meanwhile, `fork_rank` makes another."""
+    with contextlib.suppress(ZygoteLost):
+        zygote().await_ready()
 
 
 def fork_rank(request: RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:

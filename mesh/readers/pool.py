@@ -21,6 +21,7 @@ from ...kernels.processes import Owned
 from .. import failure, protocol, wire
 from ..driver import spawn
 from ..rank.descriptors import ReaderRequest
+from ..rank.interrupts import uninterrupted
 from .process import NOTE_BYTES, Note
 
 
@@ -71,15 +72,16 @@ class Pool(Owned):
         """
         if index is None:
             index = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
-        reader = self._reader(index)
-        self._numbers += 1
         packet = wire.dumps(arguments)
-        packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
-        reader.asked.add(self._numbers)
-        self._wanted[self._numbers] = index
-        with contextlib.suppress(ConnectionError):  # its death is noticed when the answer is taken
-            wire.send(reader.connection, packet)
-        packet.close()
+        with uninterrupted():  # half of a message must not be sent
+            reader = self._reader(index)
+            self._numbers += 1
+            packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
+            reader.asked.add(self._numbers)
+            self._wanted[self._numbers] = index
+            with contextlib.suppress(ConnectionError):  # its death is noticed when the answer is taken
+                wire.send(reader.connection, packet)
+            packet.close()
         return self._numbers
 
     def take(self, number: int) -> Any:
@@ -174,21 +176,23 @@ class Pool(Owned):
             if reader is not None and reader.asked:
                 waiting.register(reader.connection, select.POLLIN)
                 indexes[reader.connection.fileno()] = index
-        for fd, _ in waiting.poll():
-            index = indexes[fd]
-            reader = self._readers[index]
-            assert reader is not None
-            packets = reader.incoming.receive(block=False)
-            if packets is None:
-                self._bury(index, reader)
-                continue
-            for packet in packets:
-                msg = protocol.decode(packet.head)
-                reader.asked.discard(msg.task)
-                if msg.task in self._wanted:
-                    self._answers[msg.task] = (msg, packet)
-                else:
-                    packet.close()
+        ready = waiting.poll()
+        with uninterrupted():  # what was received must not be lost
+            for fd, _ in ready:
+                index = indexes[fd]
+                reader = self._readers[index]
+                assert reader is not None
+                packets = reader.incoming.receive(block=False)
+                if packets is None:
+                    self._bury(index, reader)
+                    continue
+                for packet in packets:
+                    msg = protocol.decode(packet.head)
+                    reader.asked.discard(msg.task)
+                    if msg.task in self._wanted:
+                        self._answers[msg.task] = (msg, packet)
+                    else:
+                        packet.close()
 
     def _bury(self, index: int, reader: _Reader) -> None:
         """A reader has ended: keep an error for each request that it did not answer."""

@@ -13,9 +13,8 @@ import math
 import pickle
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -26,14 +25,14 @@ from ..rank.interrupts import raised_by_handler, uninterrupted
 from . import answers
 from .connections import Connection, Post
 from .contents import Contents
+from .gone import Gone
 from .handle import Remote, handle_of
 from .pending import Waiting, duplicate, new_future, result_of, settles
-from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe, Release
+from .protocol import RESTORABLE, Cancel, Fetch, Invoke, Name, NodeId, Probe
 from .reference import Ref
 from .restoring import Restorable, Restoring, Sent
 
 CALLS, BYTES = 1024, 1 << 30
-RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
 REPLACED_SECONDS = 60.0  # how long to wait for a dead rank to be replaced
 PROBE_SECONDS = 0.1  # how long a method waits for a call before it checks whether it waits for itself
 
@@ -55,11 +54,8 @@ class Caller:
         self.contents = Contents(self, post.describe, name_of, object_of)
         self._numbers = itertools.count(1)
         self.restoring = Restoring(post, self.next_number, REPLACED_SECONDS)
-        self._unseen: deque[BaseException] = deque(maxlen=1)
-        # Results that nothing here refers to any more; filled by the garbage collector, which may run at any moment.
-        self._garbage: deque[tuple[NodeId, int]] = deque()
-        self.dropped_names: deque[tuple[NodeId, Name]] = deque()
-        self.made: set[Name] = set()  # the objects whose handles this process has
+        self.gone = Gone(post, self.restoring)
+        self.raise_unseen, self.tidy = self.gone.raise_unseen, self.gone.tidy
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -84,11 +80,13 @@ class Caller:
             raise MeshError(f"{label} is to be restored, and was given a Ref", remedy="give it ref.get()")
         making = duplicate(packet)
         try:
-            self.made.add(name)
+            self.gone.made.add(name)
             ref = self._send(connection, (rank, 0), name, RESTORABLE if restore else "", packet, refs, label)
             methods = ref.get()
             assert connection.peer is not None
-            handle = Remote(self, connection.peer, name, label, methods, owns=True)
+            with uninterrupted():
+                handle = Remote(self, connection.peer, name, label, methods)
+                self.gone.watch(handle, connection.peer, name)
             if restore:
                 one = Restorable(name, label, connection.peer, making, handle=weakref.ref(handle))
                 self.restoring.add(one, connection)
@@ -97,8 +95,7 @@ class Caller:
             return handle
         except BaseException as error:  # the class has raised, or Ctrl-C was pressed: nobody can call what is made
             making.close()
-            self.dropped_names.append((connection.peer or (rank, 0), name))
-            self._post.wake()
+            self.gone.drop(connection.peer or (rank, 0), name)
             if isinstance(error, PeerLost) and connection.peer is None:
                 # A process that was about to die has accepted the connection, and read nothing.
                 raise Unreached from None
@@ -114,7 +111,8 @@ class Caller:
         connection = self._post.alive(owner)
         if connection is None and restorable is None:
             packet.close()
-            ref = Ref(self, owner, (self._post.id, 0), label)
+            with uninterrupted():
+                ref = self._watched(Ref(self, owner, (self._post.id, 0), label))
             ref.future.set_exception(answers.lost(owner[0], handle._label, self._post.describe()))
             return ref
         return self._send(connection, owner, handle._named, method, packet, refs, label, restorable)
@@ -137,10 +135,10 @@ class Caller:
             with uninterrupted(), self._post.lock:
                 number = target[1] if method in ("", RESTORABLE) else self.next_number()
                 where = owner if restorable is None else (owner[0], 0)  # 0: in whichever process the object is then
-                ref = Ref(self, where, (self._post.id, number), label)
+                ref = self._watched(Ref(self, where, (self._post.id, number), label))
                 waiting = Waiting(self._settler(ref, restorable), label, ref.future, ref.name, refs, packet.nbytes)
                 names = tuple((one.owner, one.name) for one in refs)
-                released = self._released(owner) if self._garbage else ()
+                released = self.gone.results_of(owner)
                 msg = Invoke(number, owner[1], target, method, caller, names, released)
                 if restorable is not None:
                     connection = self.restoring.note(restorable, Sent(msg, packet, waiting), connection)
@@ -153,6 +151,10 @@ class Caller:
                     connection.send(msg, packet)
         finally:
             packet.close()
+        return ref
+
+    def _watched(self, ref: Ref) -> Ref:
+        self.gone.watch(ref, ref.owner, ref.name, ref.future)
         return ref
 
     def next_number(self) -> int:
@@ -170,8 +172,8 @@ class Caller:
                 future.set_result(packet)
                 return
             future.set_exception(error)
-            if alive() is None and not future.seen:
-                self._note_unseen(error)
+            if alive() is None:
+                self.gone.note_unseen(future)
 
         return settle
 
@@ -292,58 +294,3 @@ class Caller:
                 connection.send(make(number))
                 return
         waiting.settle(None, self._post.lost_error(owner[0], waiting.what))
-
-    def raise_unseen(self) -> None:
-        """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more."""
-        if self._unseen:
-            raise self._unseen.popleft()
-
-    def _note_unseen(self, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
-            self._unseen.append(error)
-
-    # -- what nothing refers to any more -------------------------------------------------------------------------------
-
-    def released(self, ref: Ref) -> None:
-        """Note that a Ref is gone."""
-        if self._post.closed is not None or self._post.foreign:
-            return
-        if not ref.future.seen and ref.done():
-            self._note_unseen(ref.future.exception())
-        self._garbage.append((ref.owner, ref.name[1]))
-        if len(self._garbage) == RELEASES:
-            self._post.wake()
-
-    def dropped(self, handle: Remote) -> None:
-        """Note that the handle of an object that this process has made is gone."""
-        if self._post.closed is None and not self._post.foreign:
-            self.dropped_names.append((handle._owner, handle._named))
-            self._post.wake()
-
-    def _released(self, owner: NodeId) -> tuple[int, ...]:
-        """The results of one rank that are no longer needed; those of other ranks stay in the queue."""
-        mine = []
-        for _ in range(len(self._garbage)):
-            where, number = self._garbage.popleft()
-            if where[0] == owner[0]:
-                mine.append(number)
-            else:
-                self._garbage.append((where, number))
-        return tuple(mine)
-
-    def tidy(self) -> None:
-        """Tell other processes what is no longer needed."""
-        with self._post.lock:
-            while self.dropped_names:
-                owner, name = self.dropped_names.popleft()
-                self.made.discard(name)
-                self.restoring.forget(name)
-                self._release(owner, (name,))
-            while len(self._garbage) >= RELEASES:
-                self._release(self._garbage[0][0])
-
-    def _release(self, owner: NodeId, objects: tuple[Name, ...] = ()) -> None:
-        released = self._released(owner)
-        connection = self._post.alive(owner)
-        if connection is not None:
-            connection.send(Release(released, objects))

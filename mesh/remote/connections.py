@@ -35,6 +35,7 @@ from .protocol import NodeId, encode
 _ID = struct.Struct("<qQ")
 _STRANGERS = 32  # connections that may be open before their greeting is complete
 _PAUSE_SECONDS = 0.1  # without accepting connections, if no more files can be opened
+_TIDY_SECONDS = 0.1  # between two looks at what is no longer needed, while there are Refs or handles
 
 
 class Connection:
@@ -174,6 +175,8 @@ class Post(Protocol):
     def received(self, connection: Connection, packet: wire.Packet) -> None: ...
     def lost(self, connection: Connection) -> None: ...
     def lost_error(self, rank: int, what: str) -> SpmdError: ...
+    @property
+    def watching(self) -> bool: ...
     def tidy(self) -> None: ...
     def is_serving_thread(self) -> bool: ...
     def wake(self) -> None: ...
@@ -212,7 +215,7 @@ class Exchange:
         self._closed = False
 
     def wake(self, connection: Connection | None = None) -> None:
-        """Make the thread look at a connection, and call `tidy`."""
+        """Make the thread look at a connection."""
         if connection is not None:
             self._fresh.append(connection)
         self._sockets.wake()
@@ -226,15 +229,15 @@ class Exchange:
     def serve(self) -> None:
         """The thread's main function: serves connections until `close`."""
         while not self._closed:
-            for heard in self._sockets.select():
+            for heard in self._sockets.select(_TIDY_SECONDS if self._listener.watching else None):
                 if self._closed:
                     break
                 heard()
+            self._listener.tidy()
 
     def _on_wake(self) -> None:
         while self._fresh:
             self._watch(self._fresh.popleft())
-        self._listener.tidy()
 
     def _watch(self, connection: Connection) -> None:
         if connection.lost:

@@ -43,13 +43,9 @@ class Remote:
         MeshError: what is called cannot be sent; AttributeError: the class has no such method.
     """
 
-    def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str, methods: frozenset[str], *, owns: bool):
+    def __init__(self, caller: Caller, owner: NodeId, name: Name, label: str, methods: frozenset[str]):
         self._caller, self._owner, self._named, self._label = caller, owner, name, label
-        self._methods, self._owns = methods, owns
-
-    def __del__(self) -> None:
-        if self.__dict__.get("_owns"):  # not if `__init__` was interrupted
-            self._caller.dropped(self)
+        self._methods = methods
 
     def __getattr__(self, name: str) -> Method:
         if name not in self._methods:
@@ -126,7 +122,7 @@ def named(obj: Remote | Ref, caller: Caller) -> tuple:
 def handle_of(name: tuple, caller: Caller) -> Remote:
     """The handle that a name stands for, in another process."""
     _, owner, call, label, methods = name
-    return Remote(caller, owner, call, label, methods, owns=False)
+    return Remote(caller, owner, call, label, methods)
 
 
 def plain_name_of(obj: Any, mesh: Callable[[], Any]) -> Any:

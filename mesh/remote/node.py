@@ -21,6 +21,7 @@ from ...kernels.errors import MeshError, SpmdError
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import wire
+from ..rank.interrupts import uninterrupted
 from . import answers
 from .addresses import connected
 from .caller import Caller
@@ -105,11 +106,14 @@ class Node(Owned):
     def in_use(self) -> bool:
         """Whether objects that this process has made are alive, or its calls are under way."""
         with self.lock:
-            dropped = {name for _, name in tuple(self.caller.dropped_names)}
-            return not self.caller.made <= dropped or any(connection.pending for connection in self._to.values())
+            return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
 
     def wake(self) -> None:
         self._exchange.wake()
+
+    @property
+    def watching(self) -> bool:
+        return self.caller.gone.watching
 
     def tidy(self) -> None:
         self.caller.tidy()
@@ -208,18 +212,21 @@ class Node(Owned):
 
     def close(self, why: str, remedy: str = "make a new Mesh") -> None:
         """End all calls; nothing is received or sent any more."""
-        if self.closed is not None or self.foreign:
+        if self.foreign:
             return
-        with self.lock:
-            self.closed, self._remedy = why, remedy
-            waiting = [one for connection in self._to.values() for one in connection.pending.values()]
-        for one in waiting:
-            with contextlib.suppress(Exception):
-                one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
-        if self._thread is None:
-            self._exchange.give_back()
-        else:
-            self._exchange.close()
+        with uninterrupted():
+            with self.lock:
+                if self.closed is not None:
+                    return
+                self.closed, self._remedy = why, remedy
+                waiting = [one for connection in self._to.values() for one in connection.pending.values()]
+            for one in waiting:
+                with contextlib.suppress(Exception):
+                    one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
+            if self._thread is None:
+                self._exchange.give_back()
+            else:
+                self._exchange.close()
 
 
 def driver_node(

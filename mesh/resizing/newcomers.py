@@ -22,6 +22,7 @@ from ..driver.session import DriverSession
 from ..driver.sockets import RankSockets
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
+from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 
 TRIES = 3  # how often newcomers that die are started
@@ -97,9 +98,10 @@ class Newcomers:
         self._cancelled.set()
 
     def give_up(self) -> None:
-        """End them."""
-        self.ranks.kill()
-        self.ranks.close()
+        """End them, if they have not ended yet."""
+        with uninterrupted():
+            self.ranks.kill()
+            self.ranks.close()
         self.show_printed()
 
     def _populate(self) -> None:

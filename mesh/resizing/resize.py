@@ -84,17 +84,23 @@ def _resize(self: MeshView, axes: dict[str, int], wait: bool, leaving: Collectio
     layout = _checked(self, axes)
     driver = self.driver
     host_list = _host_list(self, layout, leaving)
-    before, driver.resizing = driver.resizing, None
-    if before is not None:
-        before.cancel()
+    with uninterrupted():
+        before, driver.resizing = driver.resizing, None
+        if before is not None:
+            before.cancel()
     if layout == self.layout:
         return
     with named_limits():
         resizing = Resizing(self, driver, layout, host_list)
-    if not wait:
-        driver.resizing = resizing
-        return
-    resizing.finish()
+    try:
+        resizing.begin()
+        if wait:
+            resizing.finish()
+        else:
+            driver.resizing = resizing
+    except BaseException:
+        resizing.cancel()
+        raise
 
 
 @public
@@ -182,36 +188,39 @@ class Resizing:
         self._mesh, self._driver, self._layout, self._host_list = mesh, driver, layout, host_list
         self._threads = mesh.threads_for(layout)
         self._newcomers = Newcomers(driver, layout, self._threads, *bytes_to_move(driver, layout), host_list)
-        self._error: BaseException | None = None
-        # An event instead of `join`: if Ctrl-C interrupts that, Python before 3.13 takes the thread for ended.
-        self._prepared = threading.Event()
+        # Instead of `join`: if Ctrl-C interrupts that, Python before 3.13 takes the thread for ended.
+        self._prepared: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @named_limits()
+    def begin(self) -> None:
         threading.Thread(target=self._prepare, name="spmd-newcomers", daemon=True).start()
 
     def _prepare(self) -> None:
+        if not self._prepared.set_running_or_notify_cancel():
+            return
         try:
             self._newcomers.prepare()
+            self._prepared.set_result(None)
         except BaseException as error:
-            self._error = error
-        finally:
-            self._prepared.set()
+            self._prepared.set_exception(error)
 
     def cancel(self) -> None:
-        """Give up the new ranks."""
+        """Give up the new ranks, unless the mesh has them already."""
+        if self._prepared.cancel():  # none has started
+            return
         self._newcomers.cancel()
-        self._prepared.wait()
-        if self._error is None:
+        if self._prepared.exception() is None and self._driver.ranks is not self._newcomers.ranks:
             self._newcomers.give_up()
 
     def switch_if_ready(self) -> None:
         """Between two calls: switch if the new ranks are ready and the old ones are not writing a checkpoint."""
-        if not self._prepared.is_set():
+        if not self._prepared.done():
             return
         lock, held = self._driver.resize_lock, False
         try:
             with uninterrupted():
                 held = lock.acquire(blocking=False)
             if held and self._driver.resizing is self and all(future.done() for future in self._mesh.at_close):
-                self._driver.resizing = None
                 self.finish()
         finally:
             if held:
@@ -220,21 +229,12 @@ class Resizing:
     def finish(self) -> None:
         """Wait for the new ranks, and switch to them."""
         try:
-            self._prepared.wait()
-            if self._error is not None:
-                raise self._error
-        except BaseException:
-            self._newcomers.cancel()
-            self._prepared.wait()
-            if self._error is None:
-                self._newcomers.give_up()
-            raise
-        try:
+            self._driver.resizing = None
+            self._prepared.result()
             concurrent.futures.wait(self._mesh.at_close)  # checkpoints that the old ranks are writing
             began = self._switched()
         except BaseException:
-            if self._driver.ranks is not self._newcomers.ranks:
-                self._newcomers.give_up()
+            self.cancel()
             raise
         logger.info("%s: has gone on after %.0f ms", self._mesh.describe(), 1e3 * (time.monotonic() - began))
 

@@ -50,10 +50,10 @@ _lock = threading.Lock()
 
 def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
     """Call in a thread, which the interpreter waits for before it ends; without `call` the future is done already."""
-    with _lock:
-        _started.setdefault(path, []).append(future)
     if call is not None:
         in_thread(future.complete, call)
+    with _lock:  # not before: if no thread could be started, it would be waited for for ever
+        _started.setdefault(path, []).append(future)
 
 
 def in_thread(call: Callable[..., Any], *args: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, nearest
 from ..mesh.put import is_array
+from ..mesh.rank.interrupts import uninterrupted
 from ..mesh.region import current
 from ..mesh.resizing.resize import one_at_a_time
 from . import tree as described
@@ -108,16 +109,22 @@ def _begun(
     try:
         writing.start()
         if background:
-            start(path, future, writing.finish)
+            _go_on(path, future, mesh, writing.finish)
         else:
             future.complete(writing.finish)
     except Exception as error:
         future.set_exception(error)
         if background:
-            start(path, future)
-    if background and mesh is not None:
-        mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
+            _go_on(path, future, mesh)
     return future
+
+
+def _go_on(path: Path, future: Saved, mesh: Mesh | None, call: Callable[[], Any] | None = None) -> None:
+    """As `background.start`; the mesh, too, waits for the future before it closes."""
+    with uninterrupted():
+        start(path, future, call)
+        if mesh is not None:
+            mesh.at_close = [*(one for one in mesh.at_close if not one.done()), future]
 
 
 def _problem(path: Path, step: Any, keep: int | None) -> Exception | None:

@@ -295,6 +295,20 @@ def test_failures_in_the_background_are_raised_one_after_another(
     assert save(tmp_path, {"w": 1}).result().name == "step-00000000"
 
 
+def test_ctrl_c_while_one_begins_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written all the same, and what waits for it ends."""
+    begin = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGINT)
+        begin(thread)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        save(tmp_path, {"w": 1}, background=True)
+    assert restore(tmp_path) == {"w": 1}
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "2"])
 def test_bad_steps(tmp_path: Path, step: Any) -> None:
     with pytest.raises(SpecError, match="save got a bad step"):

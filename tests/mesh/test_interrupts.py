@@ -10,10 +10,12 @@ import itertools
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
 from spmd.mesh.array import meta
-from spmd.mesh.driver import open_sessions
+from spmd.mesh.driver import open_sessions, ranks, receiving, spawn
 from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
@@ -403,6 +405,28 @@ def test_ctrl_c_while_a_value_goes(make_mesh, what):
     assert len(values) == before and not values.of_calls(read=False) and not values.freed()
 
 
+class _Kept:
+    def all(self):
+        return [1] * 100_000  # kept on the rank until it is fetched
+
+
+@pytest.mark.parametrize("what", ["a Ref", "an object's handle"])
+def test_ctrl_c_while_something_remote_goes(make_mesh, what):
+    mesh = make_mesh({"data": 1})
+    gone = mesh.driver.node.caller.gone
+    held = mesh.remote(_Kept)
+    ref = held.all()
+    ref.get()
+    assert until(lambda: len(gone._watches) == 2)  # the Ref of making it is gone
+    last = {"it": ref if what == "a Ref" else held}
+    del ref, held
+    assert until(lambda: len(gone._watches) == 1)
+    press = map(ctypes.CDLL(None)["raise"], [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        deque(itertools.chain(press, map(last.pop, ["it"])), maxlen=0)
+    assert not last and until(lambda: not gone.watching)
+
+
 class PressedWhenSet(dict):
     """Ctrl-C is pressed as soon as something is noted here, once."""
 
@@ -432,6 +456,80 @@ def test_ctrl_c_when_an_object_was_made(make_mesh, monkeypatch):
         mesh.remote(list)
     mesh.resize({"data": 1})
     assert mesh.run(int) == [0]
+
+
+@pytest.mark.parametrize("module, name", [(ranks, "Rank"), (ranks, "request_of"), (receiving.Receiving, "start")])
+def test_ctrl_c_while_a_mesh_is_made(monkeypatch, module, name):
+    """No process, thread or descriptor is left, and the next mesh works."""
+    Mesh({"data": 1}).close()  # the zygote stays
+    gc.collect()
+    made, descriptors, threads = getattr(module, name), len(os.listdir("/proc/self/fd")), threading.active_count()
+    children = children_of_zygote()
+
+    def makes(*arguments, **options):
+        found = made(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(module, name, makes)
+        Mesh({"data": 2})
+    assert until(lambda: children_of_zygote() <= children) and threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    with Mesh({"data": 1}) as mesh:
+        assert mesh.run(int) == [0]
+
+
+def children_of_zygote():
+    """The processes that this process's zygote has forked."""
+    pid = spawn.zygote()._process.pid
+    return {*Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_ctrl_c_when_the_process_that_forks_ranks_has_begun():
+    """It says so once: the next mesh does not wait for it."""
+
+    class Pressed(socket.socket):
+        def recv(self, count):
+            found = super().recv(count)
+            signal.raise_signal(signal.SIGINT)
+            return found
+
+    zygote = spawn.Zygote()
+    zygote._control = Pressed(fileno=zygote._control.detach())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            zygote.await_ready()
+        zygote.await_ready()
+    finally:
+        zygote.close()
+
+
+@pytest.mark.parametrize("how", ["close", "with", "restart", "checkpoints"])
+def test_ctrl_c_while_a_mesh_is_closed(make_mesh, monkeypatch, how):
+    """It is closed all the same."""
+    mesh = make_mesh({"data": 2})
+    pids, descriptors = mesh.driver.pids, len(os.listdir("/proc/self/fd"))
+    tell, close = mesh.driver.tell, mesh.driver.node.close
+
+    def press(does, *told):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        does(*told)
+
+    if how == "checkpoints":
+        monkeypatch.setattr(open_sessions, "wait", lambda _: press(int))
+    elif how == "restart":
+        monkeypatch.setattr(mesh.driver.node, "close", functools.partial(press, close))
+    else:
+        monkeypatch.setattr(mesh.driver, "tell", functools.partial(press, tell))
+    with pytest.raises(KeyboardInterrupt):
+        if how == "with":
+            with mesh:
+                raise ZeroDivisionError
+        mesh.restart() if how == "restart" else mesh.close()
+    assert mesh.closed and end_within(HANGS, pids) and len(os.listdir("/proc/self/fd")) < descriptors
+    assert threading.active_count() == 1 or "spmd-receiver" not in {one.name for one in threading.enumerate()}
 
 
 def test_values_that_go_in_a_cycle(make_mesh):

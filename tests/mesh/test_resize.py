@@ -351,6 +351,25 @@ def test_ctrl_c_at_the_switch_to_new_ranks(mesh: Mesh, monkeypatch: pytest.Monke
     assert end_within(HANGS, before)
 
 
+def test_ctrl_c_when_the_new_ranks_have_just_begun(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ended, although nothing waits for them yet."""
+    newcomers, begin, made = newcomers_class(), threading.Thread.start, []
+    populate = newcomers._populate
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        if thread.name == "spmd-newcomers":
+            assert until(lambda: made)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(newcomers, "_populate", lambda self: (made.append(self.ranks), populate(self)))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mesh.resize({"data": 3})
+    assert len(made[0].all) == 3 and end_within(HANGS, [rank.pid for rank in made[0].all])
+    assert mesh.run(os.getpid) == list(mesh.driver.pids) and mesh.size == 2
+
+
 def test_interrupted_while_the_new_ranks_start(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C: they are ended, once, and the mesh goes on as it was."""
     ended, awake, main = [], threading.Event(), threading.get_ident()

@@ -1,0 +1,137 @@
+"""Results and objects that nothing in this process refers to any more, until their ranks are told.
+
+Invariant: no line of Python runs when a `Ref` or the handle of an object goes. Python ignores what finalizers raise, so
+a Ctrl-C that came during one would be lost, and what had to be released would stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from concurrent.futures import CancelledError
+from typing import Any
+
+from ..rank.interrupts import uninterrupted
+from .connections import Post
+from .protocol import Name, NodeId, Release
+from .reference import Outcome
+from .restoring import Restoring
+
+RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
+
+
+class Watch(weakref.ref):
+    """Puts itself into a queue when a Ref, or the handle of an object, is gone.
+
+    Attributes:
+        owner, name: of the call or the object.
+        future: of a Ref; None for a handle.
+    """
+
+    __slots__ = ("future", "name", "owner")
+    owner: NodeId
+    name: Name
+    future: Outcome | None
+
+
+class Gone:
+    """What is no longer needed, and errors that nobody can ask for any more.
+
+    Attributes:
+        made: the objects whose handles this process has.
+    """
+
+    def __init__(self, post: Post, restoring: Restoring):
+        self._post, self._restoring = post, restoring
+        self.made: set[Name] = set()
+        self._watches: dict[int, Watch] = {}  # by id, held here: a watch that is gone itself would not be called
+        self._garbage: deque[Watch] = deque()  # filled by the garbage collector, which may run at any moment
+        self._results: deque[tuple[NodeId, int]] = deque()
+        self._objects: deque[tuple[NodeId, Name]] = deque()
+        self._unseen: deque[BaseException] = deque(maxlen=1)
+
+    @property
+    def watching(self) -> bool:
+        """Whether a Ref or a handle is alive, or its end has not been seen yet."""
+        return bool(self._watches)
+
+    @property
+    def all_dropped(self) -> bool:
+        """Whether no handle of an object is left."""
+        self.sort()
+        return self.made <= {name for _, name in tuple(self._objects)}
+
+    def watch(self, obj: Any, owner: NodeId, name: Name, future: Outcome | None = None) -> None:
+        """Watch a Ref with this future, or a handle; must not be interrupted."""
+        watch = Watch(obj, self._garbage.append)
+        watch.owner, watch.name, watch.future = owner, name, future
+        self._watches[id(watch)] = watch
+
+    def drop(self, owner: NodeId, name: Name) -> None:
+        """Note that there is no handle of an object."""
+        self._objects.append((owner, name))
+        self._post.wake()
+
+    def sort(self) -> None:
+        """Take the queue of what is gone."""
+        if not self._garbage or self._post.foreign:  # a thread that a fork lacks may hold its lock
+            return
+        with self._post.lock, uninterrupted():
+            while self._garbage:
+                watch = self._garbage.popleft()
+                del self._watches[id(watch)]
+                if watch.future is None:
+                    self._objects.append((watch.owner, watch.name))
+                    continue
+                self._results.append((watch.owner, watch.name[1]))
+                if watch.future.done():
+                    self.note_unseen(watch.future)
+
+    def note_unseen(self, future: Outcome) -> None:
+        """Note the error of a call whose Ref is gone, if nobody has seen it."""
+        with self._post.lock:
+            if not future.seen:
+                future.seen = True
+                error = future.exception()
+                if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
+                    self._unseen.append(error)
+
+    def raise_unseen(self) -> None:
+        """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more."""
+        self.sort()
+        if self._unseen:
+            raise self._unseen.popleft()
+
+    def results_of(self, owner: NodeId) -> tuple[int, ...]:
+        """The results of one rank that are no longer needed; those of other ranks stay in the queue."""
+        self.sort()
+        mine = []
+        for _ in range(len(self._results)):
+            where, number = self._results.popleft()
+            if where[0] == owner[0]:
+                mine.append(number)
+            else:
+                self._results.append((where, number))
+        return tuple(mine)
+
+    def tidy(self) -> None:
+        """Tell other processes what is no longer needed."""
+        self.sort()
+        if not self._objects and len(self._results) < RELEASES:
+            return
+        with self._post.lock:
+            while self._objects:
+                owner, name = self._objects.popleft()
+                if (restorable := self._restoring.objects.get(name)) is not None:
+                    owner = restorable.owner  # where it lives now
+                self.made.discard(name)
+                self._restoring.forget(name)
+                self._release(owner, (name,))
+            while len(self._results) >= RELEASES:
+                self._release(self._results[0][0])
+
+    def _release(self, owner: NodeId, objects: tuple[Name, ...] = ()) -> None:
+        released = self.results_of(owner)
+        connection = self._post.alive(owner)
+        if connection is not None:
+            connection.send(Release(released, objects))
