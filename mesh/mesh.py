@@ -108,9 +108,8 @@ class Mesh:
         self._threads, self.pinned_threads = threads, threads or 1
         if launch is not None:
             self.threads = launched.set_threads(threads, launch, layout.size)
-            self._rank_session, self.backend = launched.join(
-                layout, launch, backend=backend, device=device, seed=seed, timeout=timeout
-            )
+            joined = launched.join(layout, launch, backend=backend, device=device, seed=seed, timeout=timeout)
+            self._rank_session, self.backend = joined
             self.device = self._rank_session.device.type
             self._rank_session.mesh_text = self.describe()
         else:
@@ -284,8 +283,7 @@ class Mesh:
     def check_driver(self, what: str, remedy: str) -> None:
         """Refuse what only a driver can do."""
         if self._driver is None:
-            problem = f"mesh.{what} is for the program that started the ranks"
-            raise MeshError(problem, where=self.describe(), remedy=remedy)
+            raise MeshError(f"mesh.{what} is for a program that starts ranks", where=self.describe(), remedy=remedy)
 
     @public
     def __enter__(self) -> Mesh:

@@ -566,8 +566,6 @@ def beside_next(what: str, call: Callable[[], object]) -> Iterator[None]:
         assert getattr(owner, what) is original, f"{what} was not called"
     finally:
         setattr(owner, what, original)
-def refuse_next_message(mesh: Any, rank: int) -> None:
-    """Have the system refuse the next message to a rank, as it does for want of memory."""
 def refuse_next_message(mesh: Any, rank: int, *, remote: bool = False) -> None:
     """Have the system refuse the next message to a rank, as it does for want of memory; `remote`: to its objects."""
     import errno

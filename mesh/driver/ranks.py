@@ -283,11 +283,15 @@ class Ranks:
             with contextlib.suppress(OSError):  # it has ended, or this is not permitted
                 os.setpriority(os.PRIO_PROCESS, rank.pid, max(_LEAVING, os.getpriority(os.PRIO_PROCESS, rank.pid)))
 
-    def leave(self) -> None:
-        """Wait for ranks that were told to leave, and release what they had."""
-        end = time.monotonic() + END_SECONDS
+    def await_end(self, seconds: float) -> None:
+        """Wait, at most for so long, until all have ended."""
+        end = time.monotonic() + seconds
         for rank in self.all:
             rank.ended(max(0.0, end - time.monotonic()))
+
+    def leave(self) -> None:
+        """Wait for ranks that were told to leave, and release what they had."""
+        self.await_end(END_SECONDS)
         self.kill()
         self.close()
 

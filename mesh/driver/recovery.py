@@ -68,6 +68,10 @@ class Recovery:
         with self._session.lock:
             return rank.flush()
 
+    def tidy(self) -> None:
+        """Release what the program no longer refers to."""
+        self._session.node.caller.garbage.tidy()
+
     def died(self, rank: Rank) -> None:
         how = self.stuck.killed.pop(rank.pid, None) or rank.end_text()
         with self._session.lock:
@@ -140,8 +144,8 @@ class Recovery:
         Called by the thread that was interrupted.
         """
         session = self._session
-        session.run_state.note_failure()
         try:
+            session.run_state.note_failure()
             if self.answers.all_settled(INTERRUPT_SECONDS) or session.closed:
                 return
             with session.lock:

@@ -101,8 +101,8 @@ class DriverSession(Owned):
             open_sessions.add(self)
 
     def _new_node(self) -> Any:
-        ranks = self.ranks
-        return driver_node(ranks.request.key, self.describe, self._mesh, self.values.object_of, ranks.elsewhere)
+        key, elsewhere = self.ranks.request.key, self.ranks.elsewhere
+        return driver_node(key, self.describe, self._mesh, self.values.object_of, elsewhere)
 
     @property
     def mesh(self) -> Any:
@@ -309,24 +309,18 @@ class DriverSession(Owned):
 
     def _close(self, why: str, waits: bool) -> None:
         open_sessions.discard(self)
-        failed: BaseException | None = None
         try:
             if waits:
                 open_sessions.finish_tasks(self)
             self.raise_failure()
             self.node.caller.raise_unseen()
-        except BaseException as error:
-            failed = error
-        self.node.close(why)  # first, so that the end of a rank is not taken for its death
-        with self.lock:
-            self.closing = True
-            self.tell(protocol.Exit())
-        end = time.monotonic() + CLOSE_SECONDS
-        for rank in self.ranks.all:
-            rank.ended(max(0.0, end - time.monotonic()))
-        self.shut(why)
-        if failed is not None:
-            raise failed
+        finally:
+            self.node.close(why)  # first, so that the end of a rank is not taken for its death
+            with self.lock:
+                self.closing = True
+                self.tell(protocol.Exit())
+            self.ranks.await_end(CLOSE_SECONDS)
+            self.shut(why)
 
     def shut(self, why: str, remedy: str = "make a new Mesh") -> None:
         """Kill what still runs, and release everything; `remedy` is for who calls objects that were on the ranks."""

@@ -296,7 +296,7 @@ def zygote() -> Zygote:
     global _zygote
     check_not_imported_by_worker()
     check_can_start_python()
-    with _lock:
+    with uninterrupted(), _lock:
         if _zygote is None or not _zygote.alive:
             following = None
             if _zygote is not None:

@@ -226,20 +226,21 @@ class ReadAhead:
         Args:
             following: `following(request)` gives this one and those that will come after it, each with its parts.
         """
-        if not self._asked or self._asked[0][0] != request:
-            self._pool.forget()
-            self._asked.clear()
-            self._coming = following(request)
-            self._ask(len(self._pool))  # one each: how large answers are is not known yet
         try:
+            if not self._asked or self._asked[0][0] != request:
+                self._pool.forget()
+                self._asked.clear()
+                self._coming = following(request)
+                self._ask(len(self._pool))  # one each: how large answers are is not known yet
             found = [self._pool.take(number) for number in self._asked[0][1]]
+            self._asked.popleft()
+            nbytes = sum(leaf.nbytes for leaf in trees.leaves(found) if hasattr(leaf, "nbytes"))
+            self._largest = max(self._largest, nbytes)
+            self._ask(min(self._ahead, max(1, self._most_bytes // max(self._largest, 1))))
+            return found
         except BaseException:
             self._asked.clear()
             raise
-        self._asked.popleft()
-        self._largest = max(self._largest, sum(leaf.nbytes for leaf in trees.leaves(found) if hasattr(leaf, "nbytes")))
-        self._ask(min(self._ahead, max(1, self._most_bytes // max(self._largest, 1))))
-        return found
 
     def _ask(self, count: int) -> None:
         while len(self._asked) < count and (coming := next(self._coming, None)) is not None:
