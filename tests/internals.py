@@ -316,7 +316,7 @@ def newcomers_bytes(mesh: Any) -> int | None:
     import os
 
     resizing = mesh.driver.resizing
-    ready = resizing._prepared.is_set()
+    ready = resizing._prepared.done()
     return os.fstat(resizing._newcomers.ranks._arena_fd).st_blocks * 512 if ready else None
 
 
@@ -566,6 +566,8 @@ def beside_next(what: str, call: Callable[[], object]) -> Iterator[None]:
         assert getattr(owner, what) is original, f"{what} was not called"
     finally:
         setattr(owner, what, original)
+
+
 def refuse_next_message(mesh: Any, rank: int, *, remote: bool = False) -> None:
     """Have the system refuse the next message to a rank, as it does for want of memory; `remote`: to its objects."""
     import errno

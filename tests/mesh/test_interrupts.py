@@ -510,7 +510,7 @@ def test_ctrl_c_while_a_mesh_is_closed(make_mesh, monkeypatch, how):
     """It is closed all the same."""
     mesh = make_mesh({"data": 2})
     pids, descriptors = mesh.driver.pids, len(os.listdir("/proc/self/fd"))
-    tell, close = mesh.driver.tell, mesh.driver.node.close
+    receiving, tell, close = mesh.driver.receiving, mesh.driver.tell, mesh.driver.node.close
 
     def press(does, *told):
         monkeypatch.undo()
@@ -529,7 +529,7 @@ def test_ctrl_c_while_a_mesh_is_closed(make_mesh, monkeypatch, how):
                 raise ZeroDivisionError
         mesh.restart() if how == "restart" else mesh.close()
     assert mesh.closed and end_within(HANGS, pids) and len(os.listdir("/proc/self/fd")) < descriptors
-    assert threading.active_count() == 1 or "spmd-receiver" not in {one.name for one in threading.enumerate()}
+    assert until(lambda: not receiving.is_alive())
 
 
 def test_values_that_go_in_a_cycle(make_mesh):
