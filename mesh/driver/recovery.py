@@ -68,10 +68,6 @@ class Recovery:
         with self._session.lock:
             return rank.flush()
 
-    def tidy(self) -> None:
-        """Release what the program no longer refers to."""
-        self._session.node.caller.garbage.tidy()
-
     def died(self, rank: Rank) -> None:
         how = self.stuck.killed.pop(rank.pid, None) or rank.end_text()
         with self._session.lock:

@@ -34,6 +34,15 @@ class _Reader:
         self.incoming = wire.Receiver(connection)
         self.asked: set[int] = set()
 
+    def send(self, packet: wire.Packet) -> None:
+        try:
+            wire.send(self.connection, packet)
+        except ConnectionError:
+            pass  # its death is noticed when the answer is taken
+        except BaseException:  # Ctrl-C: it may have a part, and could not read what comes after that
+            self.close()
+            raise
+
     def close(self) -> None:
         self.incoming.close()
         self.connection.close()
@@ -72,15 +81,18 @@ class Pool(Owned):
         """
         if index is None:
             index = min(range(len(self)), key=lambda one: len(found.asked) if (found := self._readers[one]) else 0)
+        reader = self._reader(index)
+        self._numbers += 1
         packet = wire.dumps(arguments)
-        with uninterrupted():  # half of a message must not be sent
-            reader = self._reader(index)
-            self._numbers += 1
-            packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
-            reader.asked.add(self._numbers)
-            self._wanted[self._numbers] = index
-            with contextlib.suppress(ConnectionError):  # its death is noticed when the answer is taken
-                wire.send(reader.connection, packet)
+        packet.head = protocol.encode(protocol.CallFunction(self._numbers, 0, (), (), "job", ()))
+        reader.asked.add(self._numbers)
+        self._wanted[self._numbers] = index
+        try:
+            reader.send(packet)
+        except BaseException:
+            self._readers[index] = None
+            raise
+        finally:
             packet.close()
         return self._numbers
 
@@ -156,9 +168,9 @@ class Pool(Owned):
                     pid, pidfd = self._zygote.fork(request, [theirs.fileno(), self._board_fd, 1, 2, folder])
                 finally:
                     os.close(folder)
-            found = self._readers[index] = _Reader(pid, pidfd, mine, note)
-            with contextlib.suppress(ConnectionError):  # as in `ask`
-                wire.send(mine, self._shipped)
+            found = _Reader(pid, pidfd, mine, note)
+            found.send(self._shipped)
+            self._readers[index] = found  # once it has all: until then Ctrl-C may come
         return found
 
     def _packed(self) -> wire.Packet:
@@ -176,23 +188,24 @@ class Pool(Owned):
             if reader is not None and reader.asked:
                 waiting.register(reader.connection, select.POLLIN)
                 indexes[reader.connection.fileno()] = index
-        ready = waiting.poll()
-        with uninterrupted():  # what was received must not be lost
-            for fd, _ in ready:
-                index = indexes[fd]
-                reader = self._readers[index]
-                assert reader is not None
-                packets = reader.incoming.receive(block=False)
-                if packets is None:
-                    self._bury(index, reader)
-                    continue
-                for packet in packets:
-                    msg = protocol.decode(packet.head)
-                    reader.asked.discard(msg.task)
-                    if msg.task in self._wanted:
-                        self._answers[msg.task] = (msg, packet)
-                    else:
-                        packet.close()
+        for fd, _ in waiting.poll():
+            with uninterrupted():
+                self._receive_from(indexes[fd])
+
+    def _receive_from(self, index: int) -> None:
+        reader = self._readers[index]
+        assert reader is not None
+        packets = reader.incoming.receive(block=False)
+        if packets is None:
+            self._bury(index, reader)
+            return
+        for packet in packets:
+            msg = protocol.decode(packet.head)
+            reader.asked.discard(msg.task)
+            if msg.task in self._wanted:
+                self._answers[msg.task] = (msg, packet)
+            else:
+                packet.close()
 
     def _bury(self, index: int, reader: _Reader) -> None:
         """A reader has ended: keep an error for each request that it did not answer."""

@@ -23,11 +23,13 @@ from patience import HANGS, end_within, until
 from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
+from spmd.mesh import protocol, wire
 from spmd.mesh.array import meta
 from spmd.mesh.driver import open_sessions, ranks, receiving, spawn
 from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
+from spmd.mesh.readers import pool
 from spmd.mesh.remote import caller
 
 INTERRUPTED = """
@@ -803,3 +805,48 @@ def test_an_import_is_not_cut_short(make_mesh, tmp_path, monkeypatch):
         return psum(x + slowly.whole + slowly.part.value, "data")
 
     assert again(torch.zeros(2)).tolist() == [28.0, 28.0]
+
+
+def press_and(does):
+    """Presses Ctrl-C, and then does what would have been done."""
+
+    def pressed(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return does(*arguments)
+
+    return pressed
+
+
+def test_ctrl_c_twice_at_once(make_mesh, monkeypatch):
+    """The second kills the ranks from the first on: no call goes on whose end nobody waits for."""
+    mesh = make_mesh({"data": 2})
+    pids, driver = mesh.driver.pids, mesh.driver
+    monkeypatch.setattr(driver.run_state, "note_failure", press_and(driver.run_state.note_failure))
+    timer = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=r"mesh killed"):
+        timer.start()
+        mesh.run(time.sleep, 1000)
+    assert mesh.closed and end_within(HANGS, pids)
+
+
+def interrupted_send(connection, packet):
+    """A part of a packet, and then Ctrl-C."""
+    connection.sendall(wire.frame(packet)[0][:10])
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["begins", "asks", "receives"])
+def test_ctrl_c_while_a_reader_is_used(monkeypatch, moment):
+    """The rest of what was sent to it, or of what it has sent, is not missing afterwards."""
+    readers = pool.Pool(len, 1)
+    if moment != "begins":
+        assert readers.take(readers.ask(("a",))) == 1
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        if moment == "receives":
+            patched.setattr(protocol, "decode", press_and(protocol.decode))
+        else:
+            patched.setattr(wire, "send", interrupted_send)
+        readers.take(readers.ask(("ab",)))
+    readers.forget()
+    assert readers.take(readers.ask(("abc",))) == 3
+    readers.close()
