@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer, shared_server
+from fork_server import shared_server
 from jobs import environ_without
 from patience import HANGS, until
 
@@ -22,11 +22,7 @@ FORKED_CHILDREN = {"FORKED_CHILDREN": "1"}  # `env` of a fork whose own Pythons 
 
 @contextlib.contextmanager
 def started(
-    *arguments: str,
-    fresh: bool = False,
-    without: Sequence[str] = (),
-    server: ForkServer | None = None,
-    **options: object,
+    *arguments: str, fresh: bool = False, without: Sequence[str] = (), **options: object
 ) -> Iterator[subprocess.Popen]:
     """A Python process with these arguments, killed at the end if it is still there.
 
@@ -34,7 +30,6 @@ def started(
 
     Args:
         without: prefixes of variables that it gets only from `env`.
-        server: what it is forked from, if not from the one that all tests share.
     """
     # Starting torch's threads is what makes imports slow; one thread is enough here.
     environ = {
@@ -46,7 +41,7 @@ def started(
     }  # type: ignore[call-overload]
     fresh = fresh or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-W"))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    begin = subprocess.Popen if fresh else (server or shared_server()).run
+    begin = subprocess.Popen if fresh else shared_server().run
     process = begin([sys.executable, *arguments], text=True, env=environ, **{**pipes, **options})
     try:
         yield process

@@ -9,12 +9,11 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fork_server import ForkServer
 from patience import end_within, quick
 from scripts import FORKED_CHILDREN, left_in_shm, run, started
 
@@ -45,28 +44,14 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-# What a block that has one of these makes torch import, in the driver and on every rank: it takes each process seconds.
-LOADING = re.compile(r"torch\.(compile\(|ao\b)|parallelize_module|^\w+ = torch\.optim\.\w+\(|/ x\.std\(", re.MULTILINE)
-LOADED = ["torch._dynamo", "torch.distributed.fsdp", "spmd.torch_distributed.propagation"]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[ForkServer]:
-    """What such blocks are forked from."""
-    server = ForkServer(modules=LOADED)
-    yield server
-    server.close()
-
-
 @pytest.mark.parametrize(
     "block", [block for page in PAGES for block in blocks_of(page)], ids=lambda block: f"{block.page}-{block.number}"
 )
-def test_block_runs(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_block_runs(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(block.source)
     environ = {**ENVIRON, **(FORKED_CHILDREN if "hosts=" in block.source else {})}
-    server = request.getfixturevalue("loaded") if LOADING.search(block.source) else None
-    status, out, err = run("-W", "error", str(script), cwd=tmp_path, env=environ, server=server)
+    status, out, err = run("-W", "error", str(script), cwd=tmp_path, env=environ)
     assert (status, err) == (0, "")
     if block.output is not None:
         assert out == block.output
