@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from internals import local_hosts
+from internals import local_hosts, read_environment_again
 from patience import HANGS
 
 _LENGTH = struct.Struct("I")
@@ -96,8 +96,8 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 class ForkServer:
     """The process that all are forked from."""
 
-    def __init__(self, connection: socket.socket | None = None) -> None:
-        """Start one, or use the one that already serves at the other end of a connection."""
+    def __init__(self, connection: socket.socket | None = None, modules: Sequence[str] = ()) -> None:
+        """Start one, which imports these modules besides, or use the one that serves at the other end already."""
         self._lock = threading.Lock()
         if connection is not None:
             self._socket = connection
@@ -105,7 +105,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": _tunables()}
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ)
 
     def ask(self, fds: Sequence[int], **request: Any) -> int:
@@ -262,6 +262,8 @@ def _become(request: dict[str, Any], channel: socket.socket) -> None:
         _fork_pythons(ForkServer(ours))
     os.environ.clear()
     os.environ.update(environ)
+    if "SPMD_VERIFY" in environ:
+        read_environment_again()
     sys.path[0:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if not any(launched for _, launched, _ in environments.describe()):
         given = os.dup(0)
@@ -350,7 +352,7 @@ def main() -> None:
     atexit.register(_quickly)  # before what is imported registers anything
     from spmd.mesh.rank.zygote import PRELOADED
 
-    for name in PRELOADED:
+    for name in (*PRELOADED, *sys.argv[2:]):
         importlib.import_module(name)
     channel = socket.socket(fileno=int(sys.argv[1]))
     request = _served(channel)

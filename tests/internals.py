@@ -9,6 +9,7 @@ import array
 import contextlib
 import functools
 import gc
+import importlib
 import subprocess
 import sys
 import threading
@@ -52,6 +53,13 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
 
     names = {**vars(subprocess), "Popen": host_popen(run)}
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
+
+
+def read_environment_again() -> None:
+    """In a fork that has other variables than the process that imported the library: those that are read only then."""
+    from spmd import _trace
+
+    importlib.reload(_trace)
 
 
 @contextlib.contextmanager

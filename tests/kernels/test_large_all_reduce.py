@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 
@@ -41,14 +42,19 @@ def reductions(mesh: Mesh, kinds: list[str], dtype: torch.dtype, op: str) -> lis
     return found
 
 
+@functools.cache
+def total(size: int, dtype: torch.dtype, op: str, turn: int) -> bytes:
+    return bits(reduced([value(dtype, (NUMEL,), rank, turn) for rank in range(size)], op))
+
+
 def expected(size: int, kinds: list[str], dtype: torch.dtype, op: str) -> list[list[list[bytes]]]:
     every = []
     for rank, kind in enumerate(kinds):
         rows = []
         for turn in range(3):
-            total = bits(reduced([value(dtype, (NUMEL,), peer, turn) for peer in range(size)], op))
-            after = bits(value(dtype, (NUMEL,), rank, turn)) if kind in ("kept", "any") else total
-            rows.append([total, b"" if kind == "given up" else after])
+            result = total(size, dtype, op, turn)
+            after = bits(value(dtype, (NUMEL,), rank, turn)) if kind in ("kept", "any") else result
+            rows.append([result, b"" if kind == "given up" else after])
         every.append(rows)
     return every
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import operations_table as table
 import pytest
-from jobs import environ_without, mpirun, needs_mpi
-from patience import HANGS
+from jobs import mpirun, needs_mpi
+from scripts import run
 
 HERE = Path(__file__).parents[1]
 
@@ -45,29 +43,25 @@ def test_a_failure_that_nobody_catches_ends_the_job() -> None:
     assert "ValueError: on purpose" in done.stderr
 
 
-def run_alone(code: str, **environ: str) -> str:
-    """A script of one launched rank that mpirun did not start."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environ_without("SPMD_", "OMPI_", "PMI"), "SPMD_RANK": "0", "SPMD_SIZE": "1", **environ},
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stderr
+def run_alone(folder: Path, code: str, **environ: str) -> str:
+    """A script of one launched rank that mpirun did not start: its error output."""
+    told = {"SPMD_RANK": "0", "SPMD_SIZE": "1", "SPMD_INIT_METHOD": f"file://{folder}/meet", **environ}
+    status, out, err = run("-c", code, without=("SPMD_", "OMPI_", "PMI"), env=told)
+    assert status == 1, out + err
+    return err
 
 
 USE = "from spmd import Mesh; mesh = Mesh(backend='mpi', timeout=5); mesh.run(lambda: mesh.comm().barrier())"
 
 
-def test_not_under_mpirun() -> None:
-    assert re.search("MeshError: backend 'mpi' needs a process that mpirun started.*run under mpirun", run_alone(USE))
+def test_not_under_mpirun(tmp_path: Path) -> None:
+    text = run_alone(tmp_path, USE)
+    assert re.search("MeshError: backend 'mpi' needs a process that mpirun started.*run under mpirun", text)
 
 
-def test_without_mpi4py() -> None:
+def test_without_mpi4py(tmp_path: Path) -> None:
     hidden = f"import sys; sys.modules['mpi4py'] = None; {USE}"
-    text = run_alone(hidden, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
+    text = run_alone(tmp_path, hidden, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
     assert re.search(r"MeshError: backend 'mpi' needs mpi4py.*pip install spmd\[mpi\], and run under mpirun", text)
 
 
@@ -77,5 +71,4 @@ def test_listed_without_being_imported() -> None:
         "try: spmd.Mesh({'data': 1}, backend='none')\n"
         "except spmd.MeshError as error: print('mpi' in str(error), 'mpi4py' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
-    assert done.stdout == "True False\n"
+    assert run("-c", code)[1] == "True False\n"

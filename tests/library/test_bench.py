@@ -17,10 +17,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from fork_server import shared_server
+from fork_server import ForkServer
 from scripts import launched, run
 
-from spmd.cli.bench import groups
+from spmd.cli.bench import command, groups
 from spmd.cli.bench.groups import Group, GroupFailed, in_turn, quartiles
 from spmd.cli.main import main
 from spmd.kernels.processes import cores
@@ -38,14 +38,16 @@ def bench_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def groups_are_forks() -> Iterator[None]:
-    """A contender's processes have imported torch already."""
+    """A contender's processes have imported torch already, and its compiler, which DDP and torch's optimizers take."""
+    server = ForkServer(modules=["torch._dynamo", "torch.nn.parallel"])
 
     def popen(command: Sequence[str], **options: Any) -> subprocess.Popen:
-        return (shared_server().run if command[0] == sys.executable else subprocess.Popen)(command, **options)
+        return (server.run if command[0] == sys.executable else subprocess.Popen)(command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
     with mock.patch.object(groups, "subprocess", types.SimpleNamespace(**names)):
         yield
+    server.close()
 
 
 def module(name: str) -> Any:
@@ -212,7 +214,10 @@ def test_parts_lie_within_their_step() -> None:
 @pytest.mark.parametrize(
     "launcher", [(), pytest.param(("run", "-n", "2", "-m", "spmd"), marks=pytest.mark.long)], ids=["alone", "launched"]
 )
-def test_spmd_bench_prints_a_table(launcher: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+def test_spmd_bench_prints_a_table(
+    launcher: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SECONDS", dict.fromkeys(command.SECONDS, 1e-3))
     if launcher:
         code, out, err = run("-m", "spmd", *launcher, "bench", "--rounds", "1")
     else:  # here, so that its groups are forks

@@ -10,12 +10,14 @@ from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HERE, launched, run, script
 from torch_programs import PROGRAMS, SLOW
 
 RANKS = 2
+STACK = "spmd torch._dynamo torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel"
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
     """What each rank said of each program; one run of all, since most take less than a second."""
-    code, out, err = launched(RANKS, str(Path(HERE) / "torch_programs.py"), env=ENDS_WHOLLY)
+    imported = {"FORKED_WITH": f"{STACK} torch.distributed.pipelining torch.distributed.optim"}  # once for all ranks
+    code, out, err = launched(RANKS, str(Path(HERE) / "torch_programs.py"), env=ENDS_WHOLLY | imported)
     assert code == 0, err
     found: dict[str, list[str]] = {}
     for name, text in re.findall(r"^(\w+): ((?:.|\n)*?)(?=^\w+: (?:ok|Traceback)|\Z)", out, re.MULTILINE):
