@@ -121,11 +121,11 @@ class RunState:
         Those that other threads make meanwhile may be steps.
         """
         self._operations += 1
-        self._here.operation = self._operations
+        before, self._here.operation = self._here.operation, self._operations
         try:
             yield
         finally:
-            self._here.operation = 0
+            self._here.operation = before
 
     def fail_call(self, call: Call) -> None:
         """A call has failed: the next one of this function is the same call made again."""
@@ -166,7 +166,7 @@ class RunState:
 
         If such a call fails, that is no failed step of the program, unless a rank was lost or Ctrl-C was pressed.
         """
-        failed, self._here.draws_nothing = self.failed, True
+        failed, before, self._here.draws_nothing = self.failed, self._here.draws_nothing, True
         try:
             yield
         except BaseException as error:
@@ -174,4 +174,4 @@ class RunState:
                 self.failed = failed
             raise
         finally:
-            self._here.draws_nothing = False
+            self._here.draws_nothing = before

@@ -48,8 +48,8 @@ def discard(session: Session) -> None:
 
 def finish_tasks(session: Session) -> None:
     """Wait for checkpoints, then for all tasks under way, at most for the timeout in all; says so if it takes long."""
-    if session.mesh is not None:
-        wait(session.mesh.at_close)
+    if (mesh := session.mesh) is not None:
+        wait(mesh.at_close)
     began, warned = time.monotonic(), False
     for task in list(session.pending.tasks.values()):
         session.debugging.wait(task, max(0.0, began + SAY_SECONDS - time.monotonic()))
@@ -89,7 +89,8 @@ def close_all() -> None:
             session.close(_AT_EXIT)
         except KeyboardInterrupt:
             for rest in list(_open):
-                rest.shut(_AT_EXIT)
+                if not rest.foreign:
+                    rest.shut(_AT_EXIT)
             raise
         except BaseException:
             traceback.print_exc()

@@ -244,7 +244,7 @@ class Flight:
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
         self._most = IN_FLIGHT
-        self._lock = threading.Lock()  # several threads may make calls
+        self._lock = threading.RLock()  # several threads may make calls, and handlers of signals
 
     def add(self, task: Task) -> Iterator[Task]:
         """Note a region; yields those to wait for, so that there are not too many."""

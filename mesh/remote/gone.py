@@ -63,6 +63,8 @@ class Gone:
 
     def watch(self, obj: Any, owner: NodeId, name: Name, future: Outcome | None = None) -> None:
         """Watch a Ref with this future, or a handle; must not be interrupted."""
+        if self._post.closed is not None:
+            return
         watch = Watch(obj, self._garbage.append)
         watch.owner, watch.name, watch.future = owner, name, future
         self._watches[id(watch)] = watch
@@ -79,13 +81,18 @@ class Gone:
         with self._post.lock, uninterrupted():
             while self._garbage:
                 watch = self._garbage.popleft()
-                del self._watches[id(watch)]
+                self._watches.pop(id(watch), None)
                 if watch.future is None:
                     self._objects.append((watch.owner, watch.name))
                     continue
                 self._results.append((watch.owner, watch.name[1]))
                 if watch.future.done():
                     self.note_unseen(watch.future)
+
+    def close(self) -> None:
+        """Watch nothing any more: a watch holds its call's result."""
+        self._watches.clear()
+        self._garbage.clear()
 
     def note_unseen(self, future: Outcome) -> None:
         """Note the error of a call whose Ref is gone, if nobody has seen it."""

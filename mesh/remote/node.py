@@ -81,13 +81,9 @@ class Node(Owned):
     def start(self) -> None:
         """Start a thread that serves connections; safe in a signal handler."""
         if self._thread is None:
-            self._thread = -1
-            try:
-                with named_limits():
+            with uninterrupted(), named_limits():
+                if self._thread is None:
                     self._thread = _thread.start_new_thread(self._serve, ())
-            except MeshError:
-                self._thread = None
-                raise
 
     def _serve(self) -> None:
         try:
@@ -219,6 +215,7 @@ class Node(Owned):
                 if self.closed is not None:
                     return
                 self.closed, self._remedy = why, remedy
+                self.caller.gone.close()
                 waiting = [one for connection in self._to.values() for one in connection.pending.values()]
             for one in waiting:
                 with contextlib.suppress(Exception):

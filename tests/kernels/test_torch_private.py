@@ -460,7 +460,16 @@ def test_no_other_file_names_a_private_part_of_torch() -> None:
 
 
 _PRIVATE = re.compile(r"torch(\.\w+)*\._\w+(\.\w+)*")
-PUBLIC = {"_exit", "_getframe", "_replace", "_asdict", "_fields", "_make", "_render_traceback_"}  # documented elsewhere
+PUBLIC = {
+    "_exit",
+    "_getframe",
+    "_current_frames",
+    "_replace",
+    "_asdict",
+    "_fields",
+    "_make",
+    "_render_traceback_",
+}  # documented elsewhere
 PUBLIC |= {"_is_owned", "_release_save", "_acquire_restore", "_at_fork_reinit"}  # what Condition asks any lock for
 OF_TORCH = {
     name

@@ -424,3 +424,15 @@ def test_runs_draw_the_same_beside_what_another_thread_saves(make_mesh, tmp_path
         save(tmp_path, {"w": put(torch.ones(2), mesh=mesh)})
     assert len(found) == 2  # one of them while it was saved
     assert [*found, draw(mesh)] == [draw(undisturbed) for _ in range(3)]
+
+
+def test_what_is_not_counted_within_what_is_not(make_mesh):
+    """As where a signal's handler saves while the program does: the outer block goes on after the inner one."""
+    state = make_mesh({"data": 1}).run_state
+    for block in (state.uncounted, state.aside):
+        first = state.next_run()
+        with block():
+            with block():
+                state.next_run()
+            state.next_run()
+        assert state.next_run() == first + 1

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
 from spmd.mesh.readers import pool
-from spmd.mesh.remote import caller
+from spmd.mesh.remote import caller, node
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, traceback
@@ -427,6 +428,53 @@ def test_ctrl_c_while_something_remote_goes(make_mesh, what):
     with pytest.raises(KeyboardInterrupt):
         deque(itertools.chain(press, map(last.pop, ["it"])), maxlen=0)
     assert not last and until(lambda: not gone.watching)
+
+
+def test_results_that_outlive_their_mesh_go_with_their_refs(make_mesh):
+    mesh = make_mesh({"data": 1})
+    held = mesh.remote(_Kept)
+    ref = held.all()
+    ref.get()
+    gone, outcome = mesh.driver.node.caller.gone, weakref.ref(ref.future)
+    mesh.close()
+    del ref
+    gc.collect()
+    assert outcome() is None and not gone.watching
+
+
+def test_ctrl_c_when_the_thread_for_remote_calls_begins(make_mesh, monkeypatch):
+    mesh = make_mesh({"data": 1})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(node, "named_limits", press_and(node.named_limits))
+        mesh.remote(_Kept)
+    assert len(mesh.remote(_Kept).all().get(HANGS)) == 100_000
+
+
+def test_a_handler_calls_while_a_call_is_noted(make_mesh, monkeypatch):
+    """What is in flight is noted after the lock of the mesh was released: a handler's call may go on."""
+    mesh = make_mesh({"data": 1})
+    add = spmd(lambda x: x + 1, mesh=mesh)
+    x, found = put(torch.zeros(2), mesh=mesh), []
+    for _ in range(3):
+        x = add(x)
+    seen = _Seen(mesh.driver._flight._tasks, lambda: found.append(add(x)))
+    monkeypatch.setattr(mesh.driver._flight, "_tasks", seen)
+    y = add(x)
+    assert [y.tolist(), found[0].tolist()] == [[4.0, 4.0], [4.0, 4.0]]
+
+
+class _Seen(deque):
+    """Calls something as the first is appended."""
+
+    def __init__(self, items, call):
+        super().__init__(items)
+        self.call = call
+
+    def append(self, item):
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+        super().append(item)
 
 
 class PressedWhenSet(dict):
