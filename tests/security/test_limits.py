@@ -88,39 +88,33 @@ with Mesh({"data": 2}) as mesh:
     assert out == "True True\n" * 2 + right * 2, out + err
 
 
-@pytest.mark.parametrize(("name", "bytes_"), [("RLIMIT_AS", 4 << 30), ("RLIMIT_DATA", 64 << 20)])
-def test_the_limit_that_is_set_is_the_one_that_is_named(server: ForkServer, name: str, bytes_: int) -> None:
-    code = f"""
+def want_of_memory(limits: list[str], most: str) -> str:
+    """A program that prints the error for a lack of memory, where these limits are set so."""
+    return f"""
 import errno, os, resource
 import torch, numpy
 from spmd import MeshError
 from spmd.kernels.limits import named_limits
-resource.setrlimit(resource.{name}, ({bytes_}, {bytes_}))
+for name in {limits}:
+    resource.setrlimit(getattr(resource, name), ({most}, {most}))
 try:
     with named_limits():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 except MeshError as error:
     print(error)
 """
+
+
+@pytest.mark.parametrize(("name", "bytes_"), [("RLIMIT_AS", 4 << 30), ("RLIMIT_DATA", 64 << 20)])
+def test_the_limit_that_is_set_is_the_one_that_is_named(server: ForkServer, name: str, bytes_: int) -> None:
+    code = want_of_memory([name], str(bytes_))
     out, err = server.start(code, environ=os.environ).communicate()
     assert f"allows, {name} (" in out, out + err
 
 
 def test_memory_that_no_limit_of_the_process_withholds(server: ForkServer) -> None:
     """The system has none left, or no more mappings: the advice is not to raise a limit that is not set."""
-    code = """
-import errno, os, resource
-import torch, numpy
-from spmd import MeshError
-from spmd.kernels.limits import named_limits
-for name in ("RLIMIT_AS", "RLIMIT_DATA"):
-    resource.setrlimit(getattr(resource, name), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-try:
-    with named_limits():
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-except MeshError as error:
-    print(error)
-"""
+    code = want_of_memory(["RLIMIT_AS", "RLIMIT_DATA"], "resource.RLIM_INFINITY")
     out, err = server.start(code, environ=os.environ).communicate()
     assert "the operating system has no memory left" in out and "vm.max_map_count" in out, out + err
     assert "ulimit" not in out
