@@ -187,7 +187,7 @@ class Ranks:
             undo.pop_all()
         self.all: list[Rank] = []
         self._deaths = select.poll()
-        mesh_begins()
+        mesh_begins(self)
 
     def start(self, size: int) -> None:
         await_zygote()  # it may import torch, which takes seconds
@@ -302,7 +302,7 @@ class Ranks:
             rank.close()
         if self.arena is not None:
             self.arena = None
-            mesh_ends()
+            mesh_ends(self)
             os.close(self._arena_fd)
             os.close(self._store_fd)
 

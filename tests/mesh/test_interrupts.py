@@ -688,6 +688,29 @@ def test_meshes_that_cells_left_open_are_closed_at_exit():
     assert run("-c", CELLS) == (0, "last\n", "")
 
 
+def test_a_mesh_is_collected_while_another_one_starts(make_mesh, monkeypatch):
+    """The collector of garbage closes it in the middle of what holds a lock that closing needs."""
+    stand_by, gone = spawn.Zygote.stand_by, []
+
+    def stand_by_and_collect(zygote):
+        before = alive()
+        gone.append(before is not None)
+        del before
+        gc.collect()
+        gone.append(alive() is None)
+        stand_by(zygote)
+
+    mesh = Mesh({"data": 1})
+    mesh.itself, alive = mesh, weakref.ref(mesh)
+    monkeypatch.setattr(spawn.Zygote, "stand_by", stand_by_and_collect)
+    gc.disable()
+    try:
+        del mesh
+        assert make_mesh({"data": 1}).run(int) == [0] and gone == [True, True]
+    finally:
+        gc.enable()
+
+
 def test_a_handler_closes_a_mesh_that_is_being_closed(make_mesh, monkeypatch):
     """It leaves that to what it has interrupted; a thread that closes it, too, waits until it is closed."""
     mesh, closed = make_mesh({"data": 2}), []
