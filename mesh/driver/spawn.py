@@ -61,7 +61,7 @@ class Zygote:
         self.driver_pid = os.getpid()
         self._control, self._ready = control, False
         self._next: StandingBy | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self.exits: dict[int, int] = {}  # pid -> exit code, negative for a signal
 
     def _started(self, theirs: socket.socket) -> Any:
@@ -153,8 +153,6 @@ class Zygote:
         """How a process that was forked from it, and has ended, did so; None if it does not say that."""
         if not self.alive:
             return None
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # a finalizer's question in the middle of another one
-            return self.exits.get(pid)
         with self._lock:
             if self._control.fileno() < 0:  # as in `fork`
                 return None
@@ -267,21 +265,21 @@ def fork_rank(request: RankRequest, fds: list[int]) -> tuple[Zygote, int, int]:
 
 _zygote: Zygote | None = None
 _meshes: set[object] = set()  # those that have ranks forked from it
-_lock = threading.RLock()  # the garbage collector may close a mesh in the middle of what holds it
+_lock = threading.Lock()
 
 
 def mesh_begins(ranks: object) -> None:
     """Note that ranks of a mesh are about to be forked."""
-    with _lock:
-        _meshes.add(ranks)
+    _meshes.add(ranks)
 
 
 def mesh_ends(ranks: object) -> None:
     """Note that the ranks of a mesh have ended; after the last mesh no zygote stands by."""
-    with _lock:
-        _meshes.discard(ranks)
-        if not _meshes and _zygote is not None:
-            _zygote.stand_alone()
+    _meshes.discard(ranks)
+    if not _meshes:  # else without the lock: the garbage collector may close a mesh while another one starts
+        with _lock:
+            if not _meshes and _zygote is not None:
+                _zygote.stand_alone()
 
 
 def use(one: Zygote) -> None:
