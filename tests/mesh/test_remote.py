@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -454,6 +455,29 @@ def test_objects_go_with_their_handles(mesh: Mesh) -> None:
     waits = keeper.wait()
     with pytest.raises(MeshError, match=r"handle that mesh\.remote returned"):
         waits.get()
+
+
+def test_errors_that_were_seen_keep_nothing(make_mesh: Callable[..., Mesh]) -> None:
+    """What a function had that has caught one goes, and with it the objects: the mesh can be resized."""
+    mesh = make_mesh({"data": 2})
+
+    def catches(ask: Callable[[Any], None]) -> weakref.ref:
+        counter = mesh.remote(Counter, rank=1)
+        ref, mine = counter.fail("not this one"), torch.ones(3)
+        with contextlib.suppress(LookupError):
+            ask(ref)
+        return weakref.ref(mine)
+
+    def asks(ref: Any) -> None:
+        raise ref.exception()
+
+    async def awaits(ref: Any) -> None:
+        await ref
+
+    for ask in (lambda ref: ref.get(), asks, lambda ref: asyncio.run(awaits(ref))):
+        mine = catches(ask)
+        mesh.resize({"data": 5 - mesh.size})
+        assert mine() is None
 
 
 @HOSTS
