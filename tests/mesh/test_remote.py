@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -395,6 +396,22 @@ def test_what_is_refused(mesh: Mesh) -> None:
         mesh.remote(lambda: total(torch.ones(4)), rank=0)
     with pytest.raises(MeshError, match="called by a method of a remote object"):
         mesh.remote(lambda: mesh.run(os.getpid), rank=0)
+
+
+class Forking:
+    def fork(self, how: str) -> tuple[str, int]:
+        child = os.fork()
+        if child == 0 and how == "exit":
+            sys.exit(3)
+        if child == 0 and how == "raise":
+            raise LookupError("in the child")
+        return how, child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_that_a_method_forks_answers_no_calls(mesh: Mesh) -> None:
+    forking = mesh.remote(Forking, rank=1)
+    answers = [forking.fork(how).get(timeout=HANGS) for how in ("exit", "raise", "return") * 2]
+    assert answers == [("exit", 3), ("raise", 1), ("return", 0)] * 2
 
 
 def test_methods_that_have_not_run_when_they_return_are_refused(mesh: Mesh) -> None:
