@@ -242,8 +242,9 @@ class Mesh:
     @public
     def close(self) -> None:
         """Stop the ranks and free what they hold; values on the mesh are lost. Raises an error that nobody has seen."""
+        global _default
         if _default is self:
-            _set_default(None)
+            _default = None
         if getattr(self._driver or self._rank_session, "foreign", False):  # in a fork: the parent's goes on
             return
         if self._driver is not None:
@@ -294,7 +295,9 @@ class Mesh:
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        _entered.meshes.remove(self)
+        entered = _entered.meshes
+        if self in entered:  # else another thread has begun the block
+            del entered[-1 - entered[::-1].index(self)]
         self._depth -= 1
         if self._depth == 0 and current() is None:
             with contextlib.suppress(*([] if error is None else [Exception])):  # the error under way says more
@@ -318,13 +321,9 @@ _newest: weakref.ref[Mesh] | None = None
 _here: Mesh | None = None  # in a driver's rank: its view of the driver's mesh
 
 
-def _set_default(mesh: Mesh | None) -> None:
-    global _default
-    _default = mesh
-
-
 def resolve(mesh: Mesh | None) -> Mesh:
     """`mesh`, or that of the region, of the enclosing `with mesh:`, or the process's default (made on first use)."""
+    global _default
     if mesh is not None:
         if not isinstance(mesh, Mesh):
             raise no_mesh(mesh)
@@ -332,12 +331,13 @@ def resolve(mesh: Mesh | None) -> Mesh:
     region = current()
     if region is not None and region.mesh is not None:
         return region.mesh
-    if _entered.meshes:
-        return _entered.meshes[-1]
+    for mesh in reversed(_entered.meshes):
+        if mesh._depth:  # else another thread has ended the block
+            return mesh
     while (found := _default) is None or found.closed:
         with _making:
             if _default is found:
-                _set_default(Mesh())
+                _default = Mesh()
     return found
 
 

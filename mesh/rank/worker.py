@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -21,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 from ...kernels import debug
-from ...kernels.callsite import hide_our_frames
 from ...kernels.cuda import nccl_watchdog, placement
 from ...kernels.errors import Aborted
 from ...kernels.processes import Owned
@@ -33,6 +31,7 @@ from ..failure import capture
 from ..mesh import Mesh
 from ..pickling.unpicklable import sending_result
 from . import memory
+from .forks import end_fork, flush_output
 from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
@@ -144,7 +143,8 @@ class Worker(Owned):
                     found = DO[type(task)](state, task, packet)
                 finally:
                     self._running = False
-            self._end_if_forked(0)
+            if self.foreign:
+                end_fork()
             if isinstance(found, protocol.Unchanged):
                 answer = found
             elif isinstance(found, protocol.Metadata):
@@ -154,7 +154,7 @@ class Worker(Owned):
         except BaseException as error:
             self._running = False
             if self.foreign:
-                self._end_if_forked(_status_of(error))
+                end_fork(error)
             state.forget_last_results()
             self._failed = bool(task.region) or isinstance(error, (Aborted, KeyboardInterrupt))
             if fault := placement.fault():
@@ -162,14 +162,8 @@ class Worker(Owned):
                 self._ends, self._held = True, (error, error.__traceback__)
             why = f"ended, as its process can use its GPU no more: {fault}" if fault else ""
             answer = self._packed(protocol.Failed(task.number), capture(error, ends=why))
-        _flush()
+        flush_output()
         return answer
-
-    def _end_if_forked(self, status: int) -> None:
-        """End a child process that the task has forked and that got here: only the rank itself answers."""
-        if self.foreign:
-            _flush()
-            os._exit(status)
 
     def _packed(self, message: protocol.Message, content: Any = None) -> wire.Packet:
         state = self._state
@@ -198,7 +192,7 @@ class Worker(Owned):
         """For a debugger that has written `text`, a line from the driver's terminal; empty at the end of the input."""
         if self.foreign:  # the driver's messages are for the rank to read
             return ""
-        _flush()
+        flush_output()
         self._questions += 1
         with uninterrupted():
             self._send(protocol.DebuggerPrompt(self._questions, text))
@@ -267,23 +261,6 @@ class TracedWorker(Worker):
         except Exception:  # it can't be read here, as the answer will say
             pass
         return type(task).__name__
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-
-
-def _status_of(error: BaseException) -> int:
-    """Show how a fork of this rank ends, as Python does at the end of a program; returns its exit status."""
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        return (error.code or 0) & 0xFF
-    if isinstance(error, SystemExit):
-        print(error.code, file=sys.stderr)
-    else:
-        sys.excepthook(type(error), hide_our_frames(error), error.__traceback__)
-    return 1
 
 
 def _is_bad_moment(frame: FrameType | None, *, in_block: bool) -> bool:

@@ -154,7 +154,7 @@ class Caller:
         return ref
 
     def _watched(self, ref: Ref) -> Ref:
-        self.gone.watch(ref, ref.owner, ref.name, ref.future)
+        self.gone.watch(ref, ref.owner, ref.name, ref.future.unseen)
         return ref
 
     def next_number(self) -> int:
@@ -173,7 +173,7 @@ class Caller:
                 return
             future.set_exception(error)
             if alive() is None:
-                self.gone.note_unseen(future)
+                self.gone.note_unseen(future.unseen)
 
         return settle
 

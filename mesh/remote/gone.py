@@ -14,7 +14,7 @@ from typing import Any
 from ..rank.interrupts import uninterrupted
 from .connections import Post
 from .protocol import Name, NodeId, Release
-from .reference import Outcome
+from .reference import Unseen
 from .restoring import Restoring
 
 RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
@@ -25,13 +25,13 @@ class Watch(weakref.ref):
 
     Attributes:
         owner, name: of the call or the object.
-        future: of a Ref; None for a handle.
+        unseen: of a Ref, whose future would keep it alive by the frames that its error went through; None for a handle.
     """
 
-    __slots__ = ("future", "name", "owner")
+    __slots__ = ("name", "owner", "unseen")
     owner: NodeId
     name: Name
-    future: Outcome | None
+    unseen: Unseen | None
 
 
 class Gone:
@@ -61,12 +61,12 @@ class Gone:
         self.sort()
         return self.made <= {name for _, name in tuple(self._objects)}
 
-    def watch(self, obj: Any, owner: NodeId, name: Name, future: Outcome | None = None) -> None:
-        """Watch a Ref with this future, or a handle; must not be interrupted."""
+    def watch(self, obj: Any, owner: NodeId, name: Name, unseen: Unseen | None = None) -> None:
+        """Watch a Ref whose error this is, or a handle; must not be interrupted."""
         if self._post.closed is not None:
             return
         watch = Watch(obj, self._garbage.append)
-        watch.owner, watch.name, watch.future = owner, name, future
+        watch.owner, watch.name, watch.unseen = owner, name, unseen
         self._watches[id(watch)] = watch
 
     def drop(self, owner: NodeId, name: Name) -> None:
@@ -82,26 +82,23 @@ class Gone:
             while self._garbage:
                 watch = self._garbage.popleft()
                 self._watches.pop(id(watch), None)
-                if watch.future is None:
+                if watch.unseen is None:
                     self._objects.append((watch.owner, watch.name))
                     continue
                 self._results.append((watch.owner, watch.name[1]))
-                if watch.future.done():
-                    self.note_unseen(watch.future)
+                self.note_unseen(watch.unseen)
 
     def close(self) -> None:
-        """Watch nothing any more: a watch holds its call's result."""
+        """Watch nothing any more."""
         self._watches.clear()
         self._garbage.clear()
 
-    def note_unseen(self, future: Outcome) -> None:
-        """Note the error of a call whose Ref is gone, if nobody has seen it."""
+    def note_unseen(self, unseen: Unseen) -> None:
+        """Note the error of a call whose Ref is gone, if there is one that nobody has seen."""
         with self._post.lock:
-            if not future.seen:
-                future.seen = True
-                error = future.exception()
-                if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
-                    self._unseen.append(error)
+            error, unseen.error = unseen.error, None
+            if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
+                self._unseen.append(error)
 
     def raise_unseen(self) -> None:
         """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more."""

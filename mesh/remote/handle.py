@@ -114,7 +114,7 @@ def named(obj: Remote | Ref, caller: Caller) -> tuple:
             remedy="use it on the mesh that it was made on; give a result to another one as ref.get()",
         )
     if isinstance(obj, Ref):
-        obj.future.seen = True  # an error is raised by what the Ref is given to
+        obj.future.unseen.see()  # an error is raised by what the Ref is given to
         return ("ref", obj.owner, obj.name)
     return ("remote", obj._owner, obj._named, obj._label, obj._methods)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import gc
 import secrets
 import socket
 import threading
@@ -101,6 +102,8 @@ class Node(Owned):
     @property
     def in_use(self) -> bool:
         """Whether objects that this process has made are alive, or its calls are under way."""
+        if not self.caller.gone.all_dropped:
+            gc.collect()  # frames that an error went through may hold handles
         with self.lock:
             return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
 

@@ -28,10 +28,37 @@ class Caller(Protocol):
     def cancel(self, ref: Any) -> bool: ...
 
 
+class Unseen:
+    """The error of a call, until somebody has asked for it: then it holds on to frames of the program.
+
+    Attributes:
+        error: None if there is none, or `seen`.
+        seen: somebody has asked for it, or was given it, so that it is not lost.
+    """
+
+    __slots__ = ("error", "seen")
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.seen = False
+
+    def see(self) -> None:
+        self.seen = True
+        self.error = None
+
+
 class Outcome(Future):
     """A call's future: its packet, None if the result stays where it is, or an error."""
 
-    seen = False  # somebody has asked for it, or was given it, so that an error is not lost
+    def __init__(self) -> None:
+        super().__init__()
+        self.unseen = Unseen()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self.unseen.error = exception
+        if self.unseen.seen:  # asked afterwards, since another thread may see it just now
+            self.unseen.error = None
+        super().set_exception(exception)
 
 
 class Ref:
@@ -78,7 +105,7 @@ class Ref:
             what the call raised; PeerLost: the rank died before the call was done; TimeoutError: it took longer than
             `timeout`; MeshError: calls wait for each other, and this one can never end.
         """
-        self.future.seen = True
+        self.future.unseen.see()
         if self._value is _UNREAD:
             waits_for = (self.owner, self.name) if timeout is None else None
             try:
@@ -111,18 +138,18 @@ class Ref:
             # A signal's handler may have taken so long that the call is over by now.
             if not self.future.done() or error is not self.future.exception():
                 raise
-        self.future.seen = True
+        self.future.unseen.see()
         return self.future.exception()
 
     def add_done_callback(self, fn: Callable[[Ref], object]) -> None:
         """Call `fn(ref)` when the call is over (at once if it is), maybe on another thread, which it must not block."""
-        self.future.seen = True
+        self.future.unseen.see()
         self.future.add_done_callback(lambda _: fn(self))
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self._value is _UNREAD:
             self._caller.check_own()
-            self.future.seen = True
+            self.future.unseen.see()
             over: Future = Future()  # without the error: if that is a StopIteration, asyncio's futures wait for ever
             over.set_running_or_notify_cancel()
             self.future.add_done_callback(lambda _: over.set_result(None))

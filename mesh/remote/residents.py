@@ -16,6 +16,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost
 from .. import wire
+from ..rank.forks import end_fork
 from . import answers
 from .caller import Caller
 from .connections import Connection, Post
@@ -87,10 +88,14 @@ class Residents:
             settings, args, kwargs = self._read(call)
             with self._around(settings):
                 result = live.do(call.invoke.method, args, kwargs)
+            if self._post.foreign:
+                end_fork()
             packet, refs = self._caller.contents.of_result(result, f"{type(live.value).__name__}.{call.invoke.method}")
             if refs and live.maker is not None:
                 raise MeshError("an object that is restored returned a Ref", remedy="return its result")
         except BaseException as error:
+            if self._post.foreign:
+                end_fork(error)
             kind, packet, refs = Raised, answers.packed(error, self._post.id[0]), ()
         finally:
             self._here.call = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -294,12 +295,19 @@ def test_which_mesh_is_meant(monkeypatch):
             thread.start()
             thread.join(HANGS)
             assert seen == [second]  # `with` counts for its own thread
-        with outer:
-            pass
+            with outer:
+                assert put(1.0).mesh is outer
+            assert put(1.0).mesh is inner
         assert put(1.0).mesh is outer and inner.closed and not outer.closed
     assert outer.closed and put(1.0).mesh is second
     with pytest.raises(MeshError, match="this mesh is closed"), outer:
         pass
+    elsewhere = contextlib.ExitStack()
+    third = elsewhere.enter_context(Mesh({"a": 1}))
+    thread = threading.Thread(target=elsewhere.close)  # as a server ends a generator
+    thread.start()
+    thread.join(HANGS)
+    assert third.closed and put(1.0).mesh is second
     with pytest.raises(ZeroDivisionError), Mesh({"a": 1}) as broken:
         broken.run(lambda: 1)
         1 / 0  # noqa: B018

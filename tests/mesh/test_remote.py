@@ -10,8 +10,10 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -396,6 +398,22 @@ def test_what_is_refused(mesh: Mesh) -> None:
         mesh.remote(lambda: mesh.run(os.getpid), rank=0)
 
 
+class Forking:
+    def fork(self, how: str) -> tuple[str, int]:
+        child = os.fork()
+        if child == 0 and how == "exit":
+            sys.exit(3)
+        if child == 0 and how == "raise":
+            raise LookupError("in the child")
+        return how, child and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_that_a_method_forks_answers_no_calls(mesh: Mesh) -> None:
+    forking = mesh.remote(Forking, rank=1)
+    answers = [forking.fork(how).get(timeout=HANGS) for how in ("exit", "raise", "return") * 2]
+    assert answers == [("exit", 3), ("raise", 1), ("return", 0)] * 2
+
+
 def test_methods_that_have_not_run_when_they_return_are_refused(mesh: Mesh) -> None:
     class Reader:
         async def read(self) -> int:
@@ -454,6 +472,29 @@ def test_objects_go_with_their_handles(mesh: Mesh) -> None:
     waits = keeper.wait()
     with pytest.raises(MeshError, match=r"handle that mesh\.remote returned"):
         waits.get()
+
+
+def test_errors_that_were_seen_keep_nothing(make_mesh: Callable[..., Mesh]) -> None:
+    """What a function had that has caught one goes, and with it the objects: the mesh can be resized."""
+    mesh = make_mesh({"data": 2})
+
+    def catches(ask: Callable[[Any], None]) -> weakref.ref:
+        counter = mesh.remote(Counter, rank=1)
+        ref, mine = counter.fail("not this one"), torch.ones(3)
+        with contextlib.suppress(LookupError):
+            ask(ref)
+        return weakref.ref(mine)
+
+    def asks(ref: Any) -> None:
+        raise ref.exception()
+
+    async def awaits(ref: Any) -> None:
+        await ref
+
+    for ask in (lambda ref: ref.get(), asks, lambda ref: asyncio.run(awaits(ref))):
+        mine = catches(ask)
+        mesh.resize({"data": 5 - mesh.size})
+        assert mine() is None
 
 
 @HOSTS
