@@ -190,8 +190,8 @@ class _Join:
             key = _key(tensor)
             if key in self._inputs:
                 net.view(tensor, varying, self._inputs[key])
-            else:
-                net.made(tensor, varying)
+            else:  # a collective of torch.distributed has noted it already
+                net.made(tensor, getattr(tensor, "_spmd_varying", (net, 0, varying))[2])
             if net.samples > 1 and varying.origins and not index:
                 note_average(net, operation, varying.line, tensor)
 

@@ -7,6 +7,7 @@ gradients is refused; in the `forward` of a `torch.autograd.Function` none is re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,20 +35,39 @@ class FollowedCommunicator:
             net = self._net
             tensors = list(tensors_in([*args, *kwargs.values()]))
             _refuse_gradients(name, tensors)
-            varying = joined(net.of(tensor) for tensor in tensors).without(self._axes)
-            if name not in _REPLICATES:
-                varying = joined([varying, Varying(dict.fromkeys(self._axes, f"a message ({name})"))])
             written = list(tensors) if name == "gather" else next(iter([*args, *kwargs.values()]))
-            with net.pause():
-                result = found(*args, **kwargs)
-            for tensor in tensors_in(result if name == "all_reduced" else () if name in _SENDS else written):
-                (net.result if name in _REPLICATES else net.written)(tensor, varying)
-            return result
+            return follow_message(
+                net,
+                self._axes,
+                name,
+                lambda: found(*args, **kwargs),
+                tensors,
+                lambda result: result if name == "all_reduced" else written,
+            )
 
         return call
 
 
-_REPLICATES = {"broadcast", "all_reduce", "all_reduced", "all_gather"}
+def follow_message(
+    net: Net,
+    axes: tuple[str, ...],
+    name: str,
+    send: Callable[[], Any],
+    tensors: Iterable[torch.Tensor],
+    written: Callable[[Any], Any],
+) -> Any:
+    """What `send` returns, a message among the ranks along some axes; `written` gives the tensors that it wrote."""
+    varying = joined(net.of(tensor) for tensor in tensors).without(axes)
+    if name not in _REPLICATES:
+        varying = joined([varying, Varying(dict.fromkeys(axes, f"a message ({name})"))])
+    with net.pause():
+        result = send()
+    for tensor in () if name in _SENDS else tensors_in(written(result)):
+        (net.result if name in _REPLICATES else net.written)(tensor, varying)
+    return result
+
+
+_REPLICATES = {"broadcast", "all_reduce", "all_reduced", "all_gather", "_all_gather_base"}
 _SENDS = {"send", "isend"}
 _MESSAGES = _REPLICATES | _SENDS | {"recv", "irecv", "reduce", "gather", "scatter", "reduce_scatter", "all_to_all"}
 

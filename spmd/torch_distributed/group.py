@@ -136,7 +136,7 @@ class ProcessGroup(_Base):
         event = begin_event(f"{NAME}:{name}", list(tensors))
         try:
             comm = self._comm(tensors[0].device.type if tensors else "cpu")
-            started = start(comm, asynchronous)
+            started = self.world.followed(name, self._ranks, lambda: start(comm, asynchronous), tensors, result)
         except BaseException as error:
             if event is not None:
                 end_event(event)

@@ -29,6 +29,8 @@ from ..mesh.launch.secret import secret_of_user
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
 from ..mesh.region import current
+from ..mesh.replication.messages import follow_message
+from ..mesh.replication.net import active
 from .arguments import check_device
 
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
@@ -140,6 +142,16 @@ class World:
                 timeout=timeout,
                 channel=f"{channel} cuda" if device == "cuda" else channel,
             )
+
+    def followed(self, name: str, ranks: tuple[int, ...], start: Callable[[], Any], inputs: Any, outputs: Any) -> Any:
+        """What `start` returns: an operation of a group, which on the first call of a step is followed by type."""
+        net, session = active(), self.session
+        if net is None or net.paused or session is None:
+            return start()
+        axes = session.layout.axes_of(ranks)
+        if sorted(ranks) != sorted(session.layout.group(session.rank, axes)):  # only some of those along an axis
+            return start()
+        return follow_message(net, axes, name, start, inputs, lambda _: outputs)
 
     def raised(self, error: BaseException) -> BaseException:
         """The error to raise for one that a wait raised: outside a region nobody catches `Aborted`."""

@@ -224,6 +224,54 @@ def test_what_an_spmd_function_returns(mesh: spmd.Mesh) -> None:
     assert found.spec == P("data") and torch.equal(found.full(), 2 * torch.arange(8.0))
 
 
+def test_collectives_of_torch_in_a_step_are_followed_by_type(mesh: spmd.Mesh) -> None:
+    """What all ranks got is the same on all of them, and what each got its part of is not."""
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    def partial(x: torch.Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        return spmd.from_dtensor(DTensor.from_local(x, mesh.device_mesh, [Partial(), Replicate()]))
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        return DTensor.from_local(x, mesh.device_mesh, [Shard(0), Replicate()]).full_tensor().view(2, 2).sum(0)
+
+    def in_place(x: torch.Tensor, later: bool = False) -> torch.Tensor:
+        total = x.clone()
+        work = dist.all_reduce(total, group=mesh.device_mesh["data"].get_group(), async_op=later)
+        if later:
+            work.wait()
+        return total
+
+    def of_all_ranks(x: torch.Tensor) -> torch.Tensor:
+        total = x / 2
+        dist.all_reduce(total)
+        return total
+
+    def functionally(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", mesh.device_mesh["data"].get_group())
+
+    ways = partial, gathered, in_place, lambda x: in_place(x, later=True), of_all_ranks, functionally
+    for way in ways:
+        for _ in range(2):
+            assert spmd.spmd(way, mesh=mesh, in_specs=P("data"))(torch.arange(4.0)).tolist() == [2, 4]
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        mine = torch.empty(1)
+        dist.reduce_scatter_tensor(mine, x.clone(), group=mesh.device_mesh["data"].get_group())
+        return mine
+
+    with pytest.raises(SpecError, match=r"may differ between ranks along data.*a message"):
+        spmd.spmd(scattered, mesh=mesh)(torch.ones(2))
+    part = spmd.spmd(scattered, mesh=mesh, out_specs=P("data"))(torch.arange(2.0))
+    assert part.tolist() == [0, 2]
+    with pytest.raises(SpecError, match="along data"):
+        spmd.spmd(lambda x: in_place(x) + x, mesh=mesh, in_specs=P("data"))(torch.ones(4))
+
+
 def test_what_a_gradient_does_not_go_through_is_refused(mesh: spmd.Mesh) -> None:
     """Torch's collectives write in place, and DTensor has other gradients; both would be wrong by a factor."""
     import torch.distributed as dist
