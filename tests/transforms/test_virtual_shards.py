@@ -20,6 +20,7 @@ from spmd import (
     functional,
     functional_with_buffers,
     grad,
+    mean_of,
     psum,
     put,
     random_key,
@@ -270,6 +271,14 @@ REFUSED = {
     "integers that differ": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), int(x[0])), has_aux=True)(w, batch)[0][1],
         "aux differs between",
+    ),
+    "objects that differ": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), range(len(x))), has_aux=True)(w, batch)[0][1],
+        "aux differs between|should be the same on all ranks",
+    ),
+    "a pair that is not the value": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), mean_of(x.sum(), len(x))), has_aux=True)(w, batch)[0],
+        "aux differs between|should be the same on all ranks",
     ),
     "integers that agree by chance": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x.argmin()), has_aux=True)(w, batch)[0][1],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.region import Region, carry_of
 from ...mesh.replication.net import differs_over, mark
+from ...mesh.replication.values import same_value
 from ...mesh.spec import Sharded, is_sharded
 from .._arguments import declared_axes
 from .._auxiliary import Auxiliary, shown, token
@@ -78,7 +80,7 @@ class Results:
                 self._sums.fill(its.slot, leaf.detach() * weight)
             elif its.carry is not None or its.dim is not None:
                 its.pieces.append(leaf.detach().clone())
-            elif leaf is not its.first and token(leaf, None) != token(its.first, None):
+            elif not _agree(leaf, its.first):
                 raise SpecError(
                     f"aux{its.path} differs between virtual shards and cannot be averaged",
                     got=f"{shown(its.first)} and {shown(leaf)}",
@@ -194,6 +196,18 @@ class Results:
             assert leaf.carry is not None
             others = tuple(name for name in leaf.axes or () if name != self._virtual.axis)
             yield self._mean(_folded(rows[id(leaf)], *leaf.carry), others)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether leaves of two shards are the same; objects without a comparison of their own are compared as pickles."""
+    if a is b or isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b or token(a, None) == token(b, None)
+    if same_value(a, b):
+        return True
+    try:
+        return cloudpickle.dumps(a) == cloudpickle.dumps(b)
+    except Exception:  # it can't be a result of a step
+        return False
 
 
 def _folded(results: list[Tensor], decay: float, base: Tensor) -> Tensor:
