@@ -148,7 +148,7 @@ def warn(problem: str, *, got: object = None, where: str = "", remedy: str = "")
 
 
 def user_line() -> str:
-    """`train.py:12`: file and line of the nearest caller outside this library, without its folder; "" if there is none."""
+    """`train.py:12`: file and line of the nearest caller outside this library, without folder; "" if none."""
     frame, _ = _nearest()
     if frame.f_back is None and frame.f_code.co_filename == "<string>":  # the program that starts a rank
         return ""

@@ -68,8 +68,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
         The tree of the results: for a tensor its global `shape` (-1 where ranks differ), `dtype` and `spec`.
 
     Raises:
-        SpecError: a spec does not fit, a replicated result may differ between ranks, or a shape depends on values, as that
-            of `x[x > 0]`. Whatever the step raises.
+        SpecError: a spec does not fit, a replicated result may differ between ranks, or a shape depends on values, as
+            that of `x[x > 0]`. Whatever the step raises.
 
     The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
     tensor is 1.
@@ -133,7 +133,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
                 f"check cannot follow {step.program.name}: the shape of a result depends on values",
                 got=operation_name(error.func),
                 where=mesh.describe(),
-                remedy="torch.where(mask, x, 0) has the shape of x, unlike x[mask]; or check the other parts of the step",
+                remedy="torch.where(mask, x, 0) has the shape of x, unlike x[mask]",
             )
             raise problem.with_traceback(error.__traceback__) from None
     for index, about in enumerate(outcome.metas):

@@ -152,8 +152,9 @@ class Results:
                 + ("averaged" if its.dim is None else "laid end to end"),
                 got=f"{shown(its.first)} and {shown(leaf)}",
                 where=self._region.session.where(),
-                remedy="return the same kind in each" if its.dim is not None else "return floats of one shape, or wrap "
-                "it in Sharded(value, spec)",
+                remedy="return the same kind in each"
+                if its.dim is not None
+                else "return floats of one shape, or wrap it in Sharded(value, spec)",
             )
 
     def _scale(self, axes: tuple[str, ...]) -> float:
