@@ -148,6 +148,8 @@ def warn(problem: str, *, got: object = None, where: str = "", remedy: str = "")
 
 
 def user_line() -> str:
-    """`train.py:12`: file and line of the nearest caller outside this library; its folder is left out."""
+    """`train.py:12`: file and line of the nearest caller outside this library, without folder; "" if none."""
     frame, _ = _nearest()
+    if frame.f_back is None and frame.f_code.co_filename == "<string>":  # the program that starts a rank
+        return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

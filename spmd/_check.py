@@ -20,7 +20,7 @@ from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
 from .kernels.callsite import public
 from .kernels.errors import SpecError
-from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers
+from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers, UnknownShape, operation_name
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
 from .mesh.ambient import ambient
@@ -68,7 +68,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
         The tree of the results: for a tensor its global `shape` (-1 where ranks differ), `dtype` and `spec`.
 
     Raises:
-        SpecError: a spec does not fit, a replicated result may differ between ranks. Whatever the step raises.
+        SpecError: a spec does not fit, a replicated result may differ between ranks, or a shape depends on values, as
+            that of `x[x > 0]`. Whatever the step raises.
 
     The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
     tensor is 1.
@@ -125,7 +126,16 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
     call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(ambient()))
     with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
-        outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
+        try:
+            outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
+        except UnknownShape as error:
+            problem = SpecError(
+                f"check cannot follow {step.program.name}: the shape of a result depends on values",
+                got=operation_name(error.func),
+                where=mesh.describe(),
+                remedy="torch.where(mask, x, 0) has the shape of x, unlike x[mask]",
+            )
+            raise problem.with_traceback(error.__traceback__) from None
     for index, about in enumerate(outcome.metas):
         what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
         refuse_varying(about, what, mesh.describe())

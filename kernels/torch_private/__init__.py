@@ -44,6 +44,7 @@ from .operators import Namespace as Namespace
 from .operators import Overload as Overload
 from .operators import Packet as Packet
 from .operators import PretendedNumbers as PretendedNumbers
+from .operators import UnknownShape as UnknownShape
 from .operators import arguments as arguments
 from .operators import custom_operators as custom_operators
 from .operators import declaration as declaration

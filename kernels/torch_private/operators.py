@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiler import run_as_written
@@ -22,6 +22,8 @@ ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverl
 CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
 # The operator that `item` and `bool` of a tensor call. Public way: none, it has no other name.
 ITEM = torch.ops.aten._local_scalar_dense
+# What fake tensors raise where the shape of a result depends on values. Public way: none.
+UnknownShape = DynamicOutputShapeException
 # The logger to which fake tensors write the errors that they raise, too. Public way: none, loggers go by name.
 FAKES_LOG = "torch._subclasses.fake_tensor"
 

@@ -170,6 +170,15 @@ def test_a_step_with_tensors_of_its_own_and_aux():
         check(data_parallel(step, shards=4), {"data": 2}, params, buffers, batch)
 
 
+def test_shapes_that_depend_on_values_are_refused_at_their_line():
+    def masked(x):
+        return psum(x[x > 3].sum(), "data")
+
+    with pytest.raises(SpecError, match=r"check cannot follow masked: the shape.*values \(got nonzero\)") as caught:
+        check(spmd(masked, in_specs=P("data")), {"data": 2}, torch.ones(4))
+    assert [frame.name for frame in caught.traceback][-1] == "masked"
+
+
 def test_settings_of_torch_hold_in_it():
     """As they do in a call."""
     before = torch.get_default_dtype()

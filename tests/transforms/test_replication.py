@@ -70,6 +70,11 @@ def test_a_forgotten_psum_behind_a_flag_is_refused(mesh):
         step(ONES, "mean")
 
 
+def test_no_line_is_named_where_the_program_has_none(mesh):
+    text = refused(mesh, grad(lambda x: x.square().sum(), axes=()), ONES)
+    assert "it comes of argument 0 [Mesh" in text
+
+
 def test_a_forgotten_psum_is_refused_where_values_agree(mesh):
     def step(x):
         half = x.sum() / 2

@@ -20,6 +20,7 @@ from spmd import (
     functional,
     functional_with_buffers,
     grad,
+    mean_of,
     psum,
     put,
     random_key,
@@ -271,6 +272,14 @@ REFUSED = {
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), int(x[0])), has_aux=True)(w, batch)[0][1],
         "aux differs between",
     ),
+    "objects that differ": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), range(len(x))), has_aux=True)(w, batch)[0][1],
+        "aux differs between|should be the same on all ranks",
+    ),
+    "a pair that is not the value": (
+        lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), mean_of(x.sum(), len(x))), has_aux=True)(w, batch)[0],
+        "aux differs between|should be the same on all ranks",
+    ),
     "integers that agree by chance": (
         lambda w, batch: value_and_grad(lambda w, x: (mean(w, x), x.argmin()), has_aux=True)(w, batch)[0][1],
         "aux may differ between virtual shards",
@@ -296,6 +305,35 @@ def test_refused(shared_mesh, name, size):
     step, text = REFUSED[name]
     with pytest.raises(SpecError, match=text):
         spmd(data_parallel(step, shards=2), mesh=shared_mesh({"data": size}))(torch.tensor(1.0), torch.arange(5.0))
+
+
+def sometimes(one, other):
+    """What the function returns besides its value for a shard of small samples, and for another."""
+    return lambda w, x: (mean(w, x), one(x) if (x < 4).all() else other(x))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda w, x: mean_of((w * x).sum(), len(x)) if (x < 4).all() else mean(w, x), "value is of another kind"),
+        (lambda w, x: mean(w, x) if (x < 4).all() else mean_of((w * x).sum(), len(x)), "value is of another kind"),
+        (sometimes(lambda x: 0.5, lambda x: 0), "aux differs in kind.*averaged"),
+        (sometimes(torch.mean, lambda x: None), "aux differs in kind.*averaged"),
+        (
+            sometimes(lambda x: Sharded(x, P("data")), lambda x: Sharded(torch.stack([x, x], 1), P("data"))),
+            r"aux.* differs in kind.*end to end \(got float32\[2\] and float32\[2, 2\]",
+        ),
+    ],
+)
+def test_what_one_shard_returns_otherwise_is_refused(shared_mesh, loss_fn, text):
+    """With one rank there is no other rank to disagree with: a plain loss was added to those of `mean_of`."""
+    batch = torch.tensor([0.0, 4.0, 1.0, 5.0])
+
+    def step(w, batch):
+        return value_and_grad(loss_fn, has_aux="aux" in text)(w, batch)
+
+    with pytest.raises(SpecError, match=text):
+        spmd(data_parallel(step, shards=2), mesh=shared_mesh({"data": 1}))(torch.tensor(1.0), batch)
 
 
 READS = {

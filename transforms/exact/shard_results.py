@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from ...kernels.errors import SpecError
 from ...mesh import trees
 from ...mesh.region import Region, carry_of
 from ...mesh.replication.net import differs_over, mark
+from ...mesh.replication.values import same_value
 from ...mesh.spec import Sharded, is_sharded
 from .._arguments import declared_axes
 from .._auxiliary import Auxiliary, shown, token
@@ -54,6 +56,7 @@ class Results:
         self._aux: Auxiliary | None = None
         self._value = 0
         self._count: int | None = None
+        self._kind = ""
 
     def take(self, out: Output, weight: float) -> None:
         """What the running shard returned."""
@@ -67,6 +70,13 @@ class Results:
                 got=f"{made.treedef} and {self._aux.treedef}",
                 where=self._region.session.where(),
             )
+        if (kind := _kind(out)) != self._kind:
+            raise SpecError(
+                "the value is of another kind in some virtual shards",
+                got=f"{self._kind} and {kind}",
+                where=self._region.session.where(),
+                remedy="return the same kind in each branch: mean_of(0 * total, 0) where nothing counts, for instance",
+            )
         if self._count is None or out.count is None:
             self._sums.fill(self._value, out.value.detach() * weight)
         else:
@@ -77,8 +87,9 @@ class Results:
                 self._check_like(leaf, its)
                 self._sums.fill(its.slot, leaf.detach() * weight)
             elif its.carry is not None or its.dim is not None:
+                self._check_like(leaf, its)
                 its.pieces.append(leaf.detach().clone())
-            elif leaf is not its.first and token(leaf, None) != token(its.first, None):
+            elif not _agree(leaf, its.first):
                 raise SpecError(
                     f"aux{its.path} differs between virtual shards and cannot be averaged",
                     got=f"{shown(its.first)} and {shown(leaf)}",
@@ -99,6 +110,7 @@ class Results:
     def _begin(self, out: Output, made: Auxiliary, carried: list[Any]) -> None:
         self._aux, axis, aux = made, self._virtual.axis, out.aux
         scale = self._scale(self._over) if out.count is None else 1.0
+        self._kind = _kind(out)
         self._value = self._sums.add(out.value, self._over, scale, exact=True)
         if out.count is not None:
             self._count = self._sums.add(out.count, self._over, 1.0, exact=True)
@@ -132,13 +144,17 @@ class Results:
         Auxiliary(made.leaves, made.treedef, kept, made.numbers).check(self._region, self._over)
         self._sums.open()
 
-    def _check_like(self, leaf: Tensor, its: _Leaf) -> None:
-        if leaf.shape != its.first.shape or leaf.dtype != its.first.dtype:
+    def _check_like(self, leaf: Any, its: _Leaf) -> None:
+        """Refuse what can't be added to a leaf of the first shard, or laid beside it."""
+        if not isinstance(leaf, Tensor) or _fixed(leaf, its.dim) != _fixed(its.first, its.dim):
             raise SpecError(
-                f"aux{its.path} differs in shape between virtual shards and cannot be averaged",
+                f"aux{its.path} differs in kind between virtual shards and cannot be "
+                + ("averaged" if its.dim is None else "laid end to end"),
                 got=f"{shown(its.first)} and {shown(leaf)}",
                 where=self._region.session.where(),
-                remedy="return floats of one shape, or wrap it in Sharded(value, spec)",
+                remedy="return the same kind in each"
+                if its.dim is not None
+                else "return floats of one shape, or wrap it in Sharded(value, spec)",
             )
 
     def _scale(self, axes: tuple[str, ...]) -> float:
@@ -194,6 +210,27 @@ class Results:
             assert leaf.carry is not None
             others = tuple(name for name in leaf.axes or () if name != self._virtual.axis)
             yield self._mean(_folded(rows[id(leaf)], *leaf.carry), others)
+
+
+def _kind(out: Output) -> str:
+    return f"a {out.value.dtype} {'alone' if out.count is None else 'in a mean_of'}"
+
+
+def _fixed(x: Tensor, dim: int | None) -> tuple[torch.dtype, list[int]]:
+    """What parts that are laid end to end along `dim` have in common."""
+    return x.dtype, [size for index, size in enumerate(x.shape) if index != dim]
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether leaves of two shards are the same; objects without a comparison of their own are compared as pickles."""
+    if a is b or isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b or token(a, None) == token(b, None)
+    if same_value(a, b):
+        return True
+    try:
+        return cloudpickle.dumps(a) == cloudpickle.dumps(b)
+    except Exception:  # it can't be a result of a step
+        return False
 
 
 def _folded(results: list[Tensor], decay: float, base: Tensor) -> Tensor:
