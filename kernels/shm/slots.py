@@ -197,7 +197,8 @@ class Slots:
 
     def close(self, stage: int) -> None:
         """Publish how far this rank has closed the group: 1, it begins nothing any more; 2, it reads nothing of it."""
-        self.words[self._line + _CLOSED] = stage
+        if not self._operations.stale:  # else the first rank may have freed the lines, which are another group's now
+            self.words[self._line + _CLOSED] = stage
 
     def closed(self, rank: int) -> int:
         """How far a rank has closed the group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_groups_are_made_anew_when_a_rank_was_replaced(make_mesh: Any) -> None:
         with pytest.raises(PeerLost):
             mesh.run(lambda: os._exit(1) if mesh.rank else dist.barrier(mesh.device_mesh.get_group()))
     assert mesh.run(total) == [(2, False)] * 2
+
+
+def test_a_group_of_before_a_rank_was_replaced_is_closed_late(make_mesh: Any) -> None:
+    """Its memory is another group's by then."""
+    mesh = make_mesh({"data": 3})
+
+    def total(late: bool) -> float:
+        if late:
+            time.sleep(0.3)
+            dist.destroy_process_group()
+            time.sleep(0.5)  # the others wait meanwhile, and look whether this rank will come
+        x = torch.ones(())
+        dist.all_reduce(x, group=mesh.device_mesh.get_group())
+        return x.item()
+
+    assert mesh.run(lambda: total(False)) == [3] * 3
+    with pytest.raises(PeerLost):
+        mesh.run(lambda: os._exit(1) if mesh.rank == 2 else None)
+    assert mesh.run(lambda: total(mesh.rank == 1)) == [3] * 3
 
 
 def test_groups_are_made_anew_when_the_program_has_begun_again(mesh: spmd.Mesh, tmp_path: Path) -> None:
