@@ -308,6 +308,7 @@ def sleeps(rank: int, seconds: float) -> int:
 
 
 def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
+    assert works(mesh)  # it has begun
     pid = mesh.driver.pids[1]
     os.kill(pid, signal.SIGSTOP)
     time.sleep(2 * GRACE)
