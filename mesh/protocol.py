@@ -63,6 +63,7 @@ class Renew(Message):
 
     generation: int
     replaced: bool  # whether a rank was
+    done: int  # the last region that all ranks have finished
     kept: tuple[int, ...] | None = None
 
 

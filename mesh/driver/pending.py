@@ -170,10 +170,13 @@ class Pending:
 
     Args:
         run_state: takes note of failures that are raised.
+
+    Attributes:
+        done: the last region that all ranks have finished.
     """
 
     def __init__(self, run_state: RunState) -> None:
-        self._run_state = run_state
+        self._run_state, self.done = run_state, 0
         self.tasks: dict[int, Task] = {}
         self.traced: Callable[[Task], None] | None = None  # called with each task whose outcome is known
         self._unseen: deque[Task] = deque()
@@ -217,7 +220,9 @@ class Pending:
         task.settle(failure)
         if self.traced is not None:
             self.traced(task)
-        if failure is not None and not seen:
+        if failure is None:
+            self.done = max(self.done, task.region)
+        elif not seen:
             self._unseen.append(task)
 
     def raise_unseen(self) -> None:

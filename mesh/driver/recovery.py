@@ -202,13 +202,14 @@ class Recovery:
         except MeshError as error:
             session.shut(f"ranks that died could not be replaced: {error}")
             return
+        done = session.pending.done
         generation, bare = session.ranks.generation, session.ranks.bare if session.lasting else {*replaced}
         undone = self._moves is not None and self._moves.take_back()
         kept, freed = session.values.needed()
         others = {*range(session.layout.size)}.difference(replaced)
-        session.tell(protocol.Renew(generation, bool(replaced)), ranks=others)
+        session.tell(protocol.Renew(generation, bool(replaced), done), ranks=others)
         if replaced:
-            session.tell(protocol.Renew(generation, True, kept), ranks=replaced)
+            session.tell(protocol.Renew(generation, True, done, kept), ranks=replaced)
             session.tell(protocol.Free(freed, ()), ranks=replaced)
             for message, packet in session.shipped.for_newcomer():
                 session.tell(message, packet, replaced)

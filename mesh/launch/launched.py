@@ -145,7 +145,7 @@ def _meet(session: RankSession, generation: int) -> None:
     end = time.monotonic() + RECOVERY_SECONDS
     if arena is None:
         _meet_in_store(session, generation, end)
-        session.renew(generation)  # before anything checks the store again, where the old generation is aborted
+        session.renew(generation, session.regions - 1)  # before anything checks the store again, where the old generation is aborted
         if isinstance(session.watch, HostWatch):
             _clear(session.watch.arena, generation, end, leads=session.watch.arena.rank == 0)
         return
@@ -155,7 +155,7 @@ def _meet(session: RankSession, generation: int) -> None:
             arena.check_peers()
             _check_time(end, f"rank {rank}")
     _clear(arena, generation, end, leads=session.rank == 0)
-    session.renew(generation)
+    session.renew(generation, session.regions - 1)
 
 
 def _meet_in_store(session: RankSession, generation: int, end: float) -> None:

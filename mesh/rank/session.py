@@ -28,6 +28,7 @@ from ..run_state import RunState
 from ..spec import Layout
 from ..strides import frozen_as
 from .counted import CountedCommunicator, thread
+from .finished import Finished
 from .lasting_values import KnownLayout, LastingValues, copy_out
 from .memory import keep_freed_memory, release_freed_memory
 
@@ -68,6 +69,7 @@ class RankSession(Owned):
         self.regions = 0
         self.closed = False
         self.members_since = 1  # the generation in which a rank was last replaced
+        self.finished = Finished()
         self.calls_in_run: dict[Any, int] = {}  # of @spmd functions, by signature; the same on all ranks
         self._steps = 0  # calls of @spmd functions in this region, within `mesh.run`
         self.run_state = RunState()
@@ -248,6 +250,7 @@ class RankSession(Owned):
         if self.arena is not None:
             spread(self.rank, self.layout.size)
         self.watch.enter(number, call)
+        self.finished.enter(number)
         here.call, self._steps = call_of(number, pure), 0
         self._begin_task()
         try:
@@ -328,9 +331,14 @@ class RankSession(Owned):
         if board is not None and board.size in board.aborted():
             board.check()
 
-    def renew(self, generation: int) -> None:
-        """Go on after a failure; every communicator is opened again when it is next asked for or used."""
+    def renew(self, generation: int, done: int = 0) -> None:
+        """Begin, or go on after a failure; every communicator is opened again when it is next asked for or used.
+
+        Args:
+            done: the last region that all ranks have finished.
+        """
         self.watch.generation = generation
+        self.finished.renew(generation, done)
         self.calls_in_run.clear()  # a rank may have failed before the others did
 
     def close(self) -> None:

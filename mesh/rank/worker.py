@@ -89,7 +89,7 @@ class Worker(Owned):
         elif isinstance(msg, protocol.Renew):
             self._failed = False
             state.forget_last_results()
-            state.session.renew(msg.generation)
+            state.session.renew(msg.generation, msg.done)
             state.values.drop_since(nccl_watchdog.settled(at_once=msg.replaced))
             if msg.replaced:
                 state.session.members_since = msg.generation

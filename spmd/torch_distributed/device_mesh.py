@@ -2,7 +2,7 @@
 
 The default process group of a rank is made with it, unless the program has made one of "spmd" itself. Invariant: the
 device meshes of a mesh are one object, however often it is asked for, until a rank is replaced, or the program destroys
-the process groups that it is made of.
+the process groups that it is made of. If the call fails in which it is made, on some ranks perhaps, all make it anew.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from .group import ProcessGroup
 from .registration import NAME
 from .world import World
 
-# With what it is made of: the generation, and the default process group.
-_made: weakref.WeakKeyDictionary[RankSession, tuple[int, weakref.ref, DeviceMesh]] = weakref.WeakKeyDictionary()
+# With the members, the region, and the default process group of which it was made.
+_made: weakref.WeakKeyDictionary[RankSession, tuple[int, tuple[int, int], weakref.ref, DeviceMesh]]
+_made = weakref.WeakKeyDictionary()
 
 
 def of_mesh(mesh: Mesh) -> DeviceMesh:
@@ -33,15 +34,16 @@ def of_mesh(mesh: Mesh) -> DeviceMesh:
             method of a remote object, or a function given to `mesh.submit`.
     """
     session = mesh.session
-    since, default, found = _made.get(session, (0, lambda: None, None))
+    since, then, default, found = _made.get(session, (0, (0, 0), lambda: None, None))
     default_now = dist.group.WORLD if dist.is_initialized() else None
-    if found is None or since != session.members_since or default_now is None or default() is not default_now:
+    over = since != session.members_since or session.finished.has_failed(then)
+    if found is None or over or default_now is None or default() is not default_now:
         session.check_together("make mesh.device_mesh")
         _have_default_group(session)
         layout = session.layout
         sizes = tuple(layout.axes.values())
         found = init_device_mesh(session.device.type, sizes, mesh_dim_names=tuple(layout.names))
-        _made[session] = session.members_since, weakref.ref(dist.group.WORLD), found
+        _made[session] = session.members_since, session.finished.now, weakref.ref(dist.group.WORLD), found
     return found
 
 

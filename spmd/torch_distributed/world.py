@@ -34,7 +34,8 @@ from ..mesh.replication.net import active
 from .arguments import check_device
 
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
-# How often a mesh's ranks have made groups of each name; when a rank is replaced all begin anew, as the new one does.
+# How often a mesh's ranks have made groups of each name; after a failure, before which some may not have come so far,
+# or a new rank has made none, all begin anew.
 _times: weakref.WeakKeyDictionary[RankSession, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -50,7 +51,7 @@ class World:
 
     def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
         self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
-        self._since = 1 if session is None else session.members_since
+        self._since, self._begun = (1, (1, 0)) if session is None else (session.members_since, session.finished.now)
         self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
 
     @classmethod
@@ -93,8 +94,11 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether the mesh whose ranks they are was closed, or has replaced one of them."""
-        return self.session is not None and (self.session.closed or self.session.members_since != self._since)
+        """Whether the mesh whose ranks they are was closed, or has replaced one, or one may not know of this world."""
+        session = self.session
+        return session is not None and (
+            session.closed or session.members_since != self._since or session.finished.has_failed(self._begun)
+        )
 
     def check_together(self) -> None:
         """Refuse to communicate where the ranks of a mesh do not run the same: in remote objects and `mesh.submit`.
@@ -113,7 +117,7 @@ class World:
 
         Torch's name won't do: each rank numbers the groups that it is in, so the name of one may differ between ranks.
         """
-        name = f"torch {','.join(map(str, ranks))} {self._since}"
+        name = f"torch {','.join(map(str, ranks))} {self.watch.generation}"
         self._times[name] += 1
         return f"{name} {self._times[name]}"
 

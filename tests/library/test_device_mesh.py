@@ -97,6 +97,43 @@ def test_a_group_of_before_a_rank_was_replaced_is_closed_late(make_mesh: Any) ->
     assert mesh.run(lambda: total(mesh.rank == 1)) == [3] * 3
 
 
+@pytest.mark.parametrize("destroys", [False, True])
+def test_groups_that_only_some_ranks_have_made_before_a_call_failed(make_mesh: Any, destroys: bool) -> None:
+    """Of the device mesh, or of the program's own: all make them anew. What all had made before stays."""
+    mesh = make_mesh({"data": 2})
+    kept: list[Any] = []
+
+    def fail(first: bool) -> None:
+        made = None if first else mesh.device_mesh
+        if mesh.rank == 1:
+            time.sleep(0.3)
+            raise KeyError("mine")
+        kept.append(mesh.device_mesh if made is None else dist.new_group([0, 1]))
+
+    def total() -> tuple[float, bool]:
+        before = bool(kept) and kept[-1] is mesh.device_mesh
+        x = torch.ones(())
+        for group in (mesh.device_mesh.get_group(), dist.new_group([0, 1])):
+            dist.all_reduce(x, group=group)
+        kept.append(mesh.device_mesh)
+        return x.item(), before
+
+    def destroy() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    for first in (True, False):
+        with pytest.raises(KeyError):
+            mesh.run(fail, first)
+        if destroys:
+            mesh.run(destroy)
+        assert mesh.run(total) == [(4, not (first or destroys))] * 2
+        assert mesh.run(total) == [(4, True)] * 2
+        with pytest.raises(KeyError):
+            mesh.run(lambda: {}[mesh.rank])
+        assert mesh.run(total) == [(4, True)] * 2
+
+
 def test_groups_are_made_anew_when_the_program_has_begun_again(mesh: spmd.Mesh, tmp_path: Path) -> None:
     def totals() -> tuple[float, float, bool]:
         before = mesh.device_mesh
