@@ -145,7 +145,8 @@ def _meet(session: RankSession, generation: int) -> None:
     end = time.monotonic() + RECOVERY_SECONDS
     if arena is None:
         _meet_in_store(session, generation, end)
-        session.renew(generation, session.regions - 1)  # before anything checks the store again, where the old generation is aborted
+        # Before anything checks the store again, where the old generation is aborted.
+        session.renew(generation, session.regions - 1)
         if isinstance(session.watch, HostWatch):
             _clear(session.watch.arena, generation, end, leads=session.watch.arena.rank == 0)
         return
