@@ -70,6 +70,7 @@ class Worker(Owned):
             while self._unread:
                 if not self._handle(self._unread.popleft()):
                     return
+            self._state.session.node.await_readable(self._connection)
             packets = self._receiver.receive(block=True)
             if packets is None:
                 return

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import secrets
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class Node(Owned):
         self._dead: set[NodeId] = set()
         self._exchange = Exchange(key, self.id, self, listening, connect=lambda to: connected(key, to, elsewhere(to)))
         self._thread: int | None = None
+        self._listening = listening
         self.caller = Caller(self, name_of, object_of)
         self.residents = Residents(self, self.caller, around)
 
@@ -85,6 +87,18 @@ class Node(Owned):
             with uninterrupted(), named_limits():
                 if self._thread is None:
                     self._thread = _thread.start_new_thread(self._serve, ())
+
+    def await_readable(self, connection: socket.socket) -> None:
+        """Wait until a socket can be read; if somebody connects to this process meanwhile, start the thread.
+
+        A signal alone does not do it: it may come after Python has looked for signals, and before the wait begins.
+        """
+        if self._thread is None:
+            waiting = select.poll()
+            for one in (connection, *self._listening):
+                waiting.register(one, select.POLLIN)
+            if any(fd != connection.fileno() for fd, _ in waiting.poll()):
+                self.start()
 
     def _serve(self) -> None:
         try:

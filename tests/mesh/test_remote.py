@@ -720,6 +720,13 @@ def test_a_call_that_cannot_be_sent(make_mesh: Callable[..., Mesh], restore: boo
     assert mesh.driver.pids == pids
 
 
+def test_a_rank_that_a_signal_does_not_wake(make_mesh: Callable[..., Mesh]) -> None:
+    """The one that tells an idle rank of its first caller may come just before the rank begins to wait."""
+    mesh = make_mesh({"data": 1})
+    mesh.run(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGIO])
+    assert mesh.remote(Counter, 1).add(41).get(timeout=HANGS) == 42
+
+
 def test_calls_that_no_thread_can_be_started_for(make_mesh: Callable[..., Mesh], monkeypatch: Any) -> None:
     """The next one tries again."""
     mesh = make_mesh({"data": 1})
