@@ -51,7 +51,8 @@ class World:
 
     def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
         self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
-        self._since, self._begun = (1, (1, 0)) if session is None else (session.members_since, session.finished.now)
+        self._since = 1 if session is None else session.members_since
+        self._begun = (1, 0) if session is None else session.finished.now
         self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
 
     @classmethod
