@@ -8,7 +8,6 @@ import fcntl
 import functools
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -193,11 +192,7 @@ def serve_when_called(
             node.start()
 
     signal.signal(signal.SIGIO, start)
-    waiting = select.poll()
     for one in listening:
         fcntl.fcntl(one, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(one, fcntl.F_SETFL, fcntl.fcntl(one, fcntl.F_GETFL) | os.O_ASYNC)
-        waiting.register(one, select.POLLIN)
-    if waiting.poll(0):  # somebody connected before the signal was set up
-        start()
     return node

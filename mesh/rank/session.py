@@ -68,7 +68,6 @@ class RankSession(Owned):
         self.device = torch.device("cpu") if device is None else device
         self.regions = 0
         self.closed = False
-        self.members_since = 1  # the generation in which a rank was last replaced
         self.finished = Finished()
         self.calls_in_run: dict[Any, int] = {}  # of @spmd functions, by signature; the same on all ranks
         self._steps = 0  # calls of @spmd functions in this region, within `mesh.run`
@@ -331,14 +330,14 @@ class RankSession(Owned):
         if board is not None and board.size in board.aborted():
             board.check()
 
-    def renew(self, generation: int, done: int = 0) -> None:
+    def renew(self, generation: int, done: int = 0, *, replaced: bool = False) -> None:
         """Begin, or go on after a failure; every communicator is opened again when it is next asked for or used.
 
         Args:
-            done: the last region that all ranks have finished.
+            done, replaced: see `Finished.renew`.
         """
         self.watch.generation = generation
-        self.finished.renew(generation, done)
+        self.finished.renew(generation, done, replaced=replaced)
         self.calls_in_run.clear()  # a rank may have failed before the others did
 
     def close(self) -> None:

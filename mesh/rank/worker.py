@@ -90,10 +90,8 @@ class Worker(Owned):
         elif isinstance(msg, protocol.Renew):
             self._failed = False
             state.forget_last_results()
-            state.session.renew(msg.generation, msg.done)
+            state.session.renew(msg.generation, msg.done, replaced=msg.replaced)
             state.values.drop_since(nccl_watchdog.settled(at_once=msg.replaced))
-            if msg.replaced:
-                state.session.members_since = msg.generation
             if msg.kept is not None:
                 state.values.keep_only(msg.kept)
         elif isinstance(msg, protocol.CopyTo):

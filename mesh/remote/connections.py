@@ -201,7 +201,7 @@ class Exchange:
         listening: Sequence[socket.socket],
         connect: Callable[[int], socket.socket],
     ):
-        self.key, self.id, self._listener, self._listening, self._connect = key, id, listener, listening, connect
+        self.key, self.id, self._listener, self.listening, self._connect = key, id, listener, listening, connect
         self._sockets = Listening(self._on_wake)
         for one in listening:
             self._sockets.selector.register(one, READ, functools.partial(self._accept, one))
@@ -323,7 +323,7 @@ class Exchange:
         for connection in (*self._all, *self._fresh):
             connection.close()
         self._sockets.close()
-        for one in self._listening:
+        for one in self.listening:
             one.close()
         if self._spare >= 0:
             os.close(self._spare)

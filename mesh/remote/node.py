@@ -75,7 +75,6 @@ class Node(Owned):
         self._dead: set[NodeId] = set()
         self._exchange = Exchange(key, self.id, self, listening, connect=lambda to: connected(key, to, elsewhere(to)))
         self._thread: int | None = None
-        self._listening = listening
         self.caller = Caller(self, name_of, object_of)
         self.residents = Residents(self, self.caller, around)
 
@@ -91,11 +90,12 @@ class Node(Owned):
     def await_readable(self, connection: socket.socket) -> None:
         """Wait until a socket can be read; if somebody connects to this process meanwhile, start the thread.
 
-        A signal alone does not do it: it may come after Python has looked for signals, and before the wait begins.
+        A signal alone does not do it: somebody may connect before it is set up, or between Python's last look for
+        signals and the wait.
         """
         if self._thread is None:
             waiting = select.poll()
-            for one in (connection, *self._listening):
+            for one in (connection, *self._exchange.listening):
                 waiting.register(one, select.POLLIN)
             if any(fd != connection.fileno() for fd, _ in waiting.poll()):
                 self.start()

@@ -29,7 +29,7 @@ class Caller(Protocol):
 
 
 class Unseen:
-    """The error of a call, until somebody has asked for it: then it holds on to frames of the program.
+    """The error of a call until somebody has asked for it; while it is here, so are the frames that it went through.
 
     Attributes:
         error: None if there is none, or `seen`.

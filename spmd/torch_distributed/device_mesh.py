@@ -21,8 +21,8 @@ from .group import ProcessGroup
 from .registration import NAME
 from .world import World
 
-# With the members, the region, and the default process group of which it was made.
-_made: weakref.WeakKeyDictionary[RankSession, tuple[int, tuple[int, int], weakref.ref, DeviceMesh]]
+# With when, and of which default process group, it was made.
+_made: weakref.WeakKeyDictionary[RankSession, tuple[tuple[int, int], weakref.ref, DeviceMesh]]
 _made = weakref.WeakKeyDictionary()
 
 
@@ -34,16 +34,15 @@ def of_mesh(mesh: Mesh) -> DeviceMesh:
             method of a remote object, or a function given to `mesh.submit`.
     """
     session = mesh.session
-    since, then, default, found = _made.get(session, (0, (0, 0), lambda: None, None))
+    then, default, found = _made.get(session, ((0, 0), lambda: None, None))
     default_now = dist.group.WORLD if dist.is_initialized() else None
-    over = since != session.members_since or session.finished.has_failed(then)
-    if found is None or over or default_now is None or default() is not default_now:
+    if found is None or session.finished.is_over(then) or default_now is None or default() is not default_now:
         session.check_together("make mesh.device_mesh")
         _have_default_group(session)
         layout = session.layout
         sizes = tuple(layout.axes.values())
         found = init_device_mesh(session.device.type, sizes, mesh_dim_names=tuple(layout.names))
-        _made[session] = session.members_since, session.finished.now, weakref.ref(dist.group.WORLD), found
+        _made[session] = session.finished.now, weakref.ref(dist.group.WORLD), found
     return found
 
 

@@ -51,7 +51,6 @@ class World:
 
     def __init__(self, watch: Any, rank: int, store: Callable[[], Any], backend: str, session: Any = None):
         self.watch, self.rank, self.store, self.backend, self.session = watch, rank, store, backend, session
-        self._since = 1 if session is None else session.members_since
         self._begun = (1, 0) if session is None else session.finished.now
         self._times = Counter[str]() if session is None else _times.setdefault(session, Counter())
 
@@ -96,10 +95,7 @@ class World:
     @property
     def over(self) -> bool:
         """Whether the mesh whose ranks they are was closed, or has replaced one, or one may not know of this world."""
-        session = self.session
-        return session is not None and (
-            session.closed or session.members_since != self._since or session.finished.has_failed(self._begun)
-        )
+        return self.session is not None and (self.session.closed or self.session.finished.is_over(self._begun))
 
     def check_together(self) -> None:
         """Refuse to communicate where the ranks of a mesh do not run the same: in remote objects and `mesh.submit`.
