@@ -213,6 +213,7 @@ class Exchange:
         self._strangers: deque[Connection] = deque()
         self._all: set[Connection] = set()
         self._closed = False
+        self._turns = 0  # how often the thread has handled what there was
 
     def wake(self, connection: Connection | None = None) -> None:
         """Make the thread look at a connection."""
@@ -234,6 +235,14 @@ class Exchange:
                     break
                 heard()
             self._listener.tidy()
+            self._turns += 1
+
+    def await_turn(self, seconds: float) -> None:
+        """Wait until the thread has handled what it is at, at most for so long."""
+        before, end = self._turns, time.monotonic() + seconds
+        self.wake()
+        while self._turns == before and time.monotonic() < end:
+            time.sleep(0.001)
 
     def _on_wake(self) -> None:
         while self._fresh:

@@ -32,6 +32,8 @@ from .handle import plain_name_of
 from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, SavedResult, SavedState, decode
 from .residents import Residents
 
+_BUSY_SECONDS = 1.0  # for the thread to finish what it is at, before objects count as in use
+
 
 class Node(Owned):
     """This process's part in the remote calls of a mesh.
@@ -116,8 +118,10 @@ class Node(Owned):
     @property
     def in_use(self) -> bool:
         """Whether objects that this process has made are alive, or its calls are under way."""
-        if not self.caller.gone.all_dropped:
-            gc.collect()  # frames that an error went through may hold handles
+        if not self.caller.gone.all_dropped:  # perhaps only by the frames that an error went through
+            if self._thread is not None and not self.is_serving_thread():
+                self._exchange.await_turn(_BUSY_SECONDS)  # it may have one still that it has just given to a Ref
+            gc.collect()
         with self.lock:
             return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
 

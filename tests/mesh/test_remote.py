@@ -488,10 +488,14 @@ def test_errors_that_were_seen_keep_nothing(make_mesh: Callable[..., Mesh]) -> N
     def asks(ref: Any) -> None:
         raise ref.exception()
 
+    def gets_while_the_thread_is_busy(ref: Any) -> None:
+        ref.add_done_callback(lambda _: time.sleep(0.3))  # on the thread that has the error, too
+        ref.get()
+
     async def awaits(ref: Any) -> None:
         await ref
 
-    for ask in (lambda ref: ref.get(), asks, lambda ref: asyncio.run(awaits(ref))):
+    for ask in (lambda ref: ref.get(), asks, lambda ref: asyncio.run(awaits(ref)), gets_while_the_thread_is_busy):
         mine = catches(ask)
         mesh.resize({"data": 5 - mesh.size})
         assert mine() is None
