@@ -7,6 +7,7 @@ peers (`RankSession`). In a function that was shipped to a driver's rank, a capt
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 import weakref
@@ -291,13 +292,14 @@ class Mesh:
         if self._driver is not None:
             self._driver.check_open()
         self._depth += 1
-        _entered.meshes.append(self)
+        _entered.set((*_entered.get(), self))
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        entered = _entered.meshes
+        entered = _entered.get()
         if self in entered:  # else another thread has begun the block
-            del entered[-1 - entered[::-1].index(self)]
+            last = len(entered) - 1 - entered[::-1].index(self)
+            _entered.set(entered[:last] + entered[last + 1 :])
         self._depth -= 1
         if self._depth == 0 and current() is None:
             with contextlib.suppress(*([] if error is None else [Exception])):  # the error under way says more
@@ -307,14 +309,8 @@ class Mesh:
 # -- which mesh is meant ----------------------------------------------------------------------------------------------
 
 
-class _Entered(threading.local):
-    """The meshes of the `with mesh:` blocks that a thread is in."""
-
-    def __init__(self) -> None:
-        self.meshes: list[Mesh] = []
-
-
-_entered = _Entered()
+# The meshes of the `with mesh:` blocks that a thread is in, or a task of asyncio: tasks of one thread take turns.
+_entered: contextvars.ContextVar[tuple[Mesh, ...]] = contextvars.ContextVar("entered", default=())
 _default: Mesh | None = None
 _making = threading.RLock()  # so that threads get the same one
 _newest: weakref.ref[Mesh] | None = None
@@ -331,7 +327,7 @@ def resolve(mesh: Mesh | None) -> Mesh:
     region = current()
     if region is not None and region.mesh is not None:
         return region.mesh
-    for mesh in reversed(_entered.meshes):
+    for mesh in reversed(_entered.get()):
         if mesh._depth:  # else another thread has ended the block
             return mesh
     while (found := _default) is None or found.closed:
@@ -344,7 +340,7 @@ def resolve(mesh: Mesh | None) -> Mesh:
 def nearest() -> Mesh | None:
     """The mesh that a drawing most likely means: as in `resolve`, else the newest open one. Never makes a mesh."""
     region, newest = current(), None if _newest is None else _newest()
-    for mesh in (region.mesh if region is not None else None, *_entered.meshes[-1:], _default, _here, newest):
+    for mesh in (region.mesh if region is not None else None, *_entered.get()[-1:], _default, _here, newest):
         if mesh is not None and not mesh.closed:
             return mesh
     return None

@@ -24,8 +24,9 @@ def count_collectives() -> Iterator[Counts]:
         end of the block, which waits for them. `operations`: how many of each; `bytes`: what the rank passed to them;
         `axes`: how many along each axis of the mesh; `collectives`: each one by itself. `forward` and `backward` have
         the same for each pass; sums of gradients are in the latter. Counted are a communicator's operations: a `psum`
-        is an all_reduce, a `ppermute` an all_to_all, and a step's gradients take one all_reduce for each bucket. What
-        the library exchanges for its own checks within the body counts as well; groups of one rank don't.
+        is an all_reduce, a `ppermute` an all_to_all, and a step's gradients take one all_reduce for each bucket; and
+        those of torch's process groups "spmd", DDP's and FSDP's too. What the library exchanges for its own checks
+        within the body counts as well; groups of one rank don't.
 
     Raises:
         the error of a call in the block that was not raised before.

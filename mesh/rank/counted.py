@@ -138,6 +138,18 @@ def body_counted() -> contextlib.AbstractContextManager[None]:
     return counted_in(*(thread.asked or [_kept]))
 
 
+def is_counting() -> bool:
+    """Whether collectives of this thread that are no body's communicator's, but a torch group's, are to be noted."""
+    return bool(thread.counting or thread.asked)
+
+
+def note(operation: str, axes: tuple[str, ...], nbytes: int) -> None:
+    """Note one of those."""
+    one = _collective(operation, axes, nbytes, in_backward())
+    for counts in thread.counting or thread.asked:
+        counts.note(one)
+
+
 def take() -> tuple[Collective, ...]:
     """What this rank has counted for its driver since it was last asked."""
     global _kept

@@ -277,9 +277,8 @@ class ProcessGroup(_Base):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         inputs, opts = listed(inputs), rooted(opts, dist.GatherOptions)
         tensor, root = one(inputs, "gather"), opts.rootRank
-        pieces = None
-        if self._rank == root:
-            pieces = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs)
+        pieces = list(outputs[0] if isinstance(outputs[0], list | tuple) else outputs) if self._rank == root else None
+        if pieces is not None:
             check_own("gather", root, [tensor] * self.size(), pieces)
         return self._do(
             "gather", opts, lambda comm, later: vouched.gather(comm, tensor, pieces, root, later), inputs, outputs
@@ -288,12 +287,12 @@ class ProcessGroup(_Base):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, opts = listed(outputs), rooted(opts, dist.ScatterOptions)
         tensor, root = one(outputs, "scatter"), opts.rootRank
-        pieces = None
-        if self._rank == root:
-            pieces = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs)
+        pieces = list(inputs[0] if isinstance(inputs[0], list | tuple) else inputs) if self._rank == root else None
+        if pieces is not None:
             check_own("scatter", root, pieces, [tensor] * self.size())
+        passed = pieces or outputs
         return self._do(
-            "scatter", opts, lambda comm, later: vouched.scatter(comm, tensor, pieces, root, later), outputs, outputs
+            "scatter", opts, lambda comm, later: vouched.scatter(comm, tensor, pieces, root, later), passed, outputs
         )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:

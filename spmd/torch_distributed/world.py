@@ -26,6 +26,7 @@ from ..mesh.launch import joining
 from ..mesh.launch.environments import Launch
 from ..mesh.launch.roll_call import RollCall
 from ..mesh.launch.secret import secret_of_user
+from ..mesh.rank import counted
 from ..mesh.rank.memory import keep_freed_memory
 from ..mesh.rank.session import RankSession
 from ..mesh.region import current
@@ -33,6 +34,8 @@ from ..mesh.replication.messages import follow_message
 from ..mesh.replication.net import active
 from .arguments import check_device
 
+_COUNTED_AS = {"_all_gather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter", "recvAnySource": "recv"}
+_RECEIVING = ("recv", "recvAnySource", "scatter")  # a rank that receives passes nothing
 _MEETING = ("gloo", "mpi")  # backends whose ranks wait for each other to open a group, on one host, too
 # How often a mesh's ranks have made groups of each name; after a failure, before which some may not have come so far,
 # or a new rank has made none, all begin anew.
@@ -145,8 +148,13 @@ class World:
             )
 
     def followed(self, name: str, ranks: tuple[int, ...], start: Callable[[], Any], inputs: Any, outputs: Any) -> Any:
-        """What `start` returns: an operation of a group, which on the first call of a step is followed by type."""
+        """What `start` returns: an operation of a group, counted, and on the first call of a step followed by type."""
         net, session = active(), self.session
+        if len(ranks) > 1 and counted.is_counting():
+            received = inputs is outputs and name in _RECEIVING
+            nbytes = 0 if received else sum(tensor.nbytes for tensor in inputs)
+            axes = () if session is None else session.layout.axes_of(ranks)
+            counted.note(_COUNTED_AS.get(name, name), axes, nbytes)
         if net is None or net.paused or session is None:
             return start()
         axes = session.layout.axes_of(ranks)

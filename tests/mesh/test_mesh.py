@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -275,6 +276,21 @@ def test_what_cannot_be_put(mesh, tree, spec, words):
 
 
 # -- which mesh is meant -----------------------------------------------------------------------------------------------
+
+
+def test_each_task_of_asyncio_means_its_own_mesh():
+    async def task(mesh, mine, other):
+        with mesh:
+            mine.set()
+            await other.wait()
+            assert put(1.0).mesh is mesh
+            assert (await asyncio.to_thread(put, 1.0)).mesh is mesh
+
+    async def both():
+        entered = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(task(Mesh({"a": 1}), *entered), task(Mesh({"b": 1}), *entered[::-1]))
+
+    asyncio.run(asyncio.wait_for(both(), HANGS))
 
 
 def test_which_mesh_is_meant(monkeypatch):
