@@ -123,7 +123,7 @@ def _no_parts(obj: Any) -> list[Any]:
 
 
 def _own_attributes(obj: Any) -> list[Any]:
-    return _entries(getattr(obj, "__dict__", {}))
+    return _entries(obj.__dict__) if type(obj).__dictoffset__ else []  # without asking a `__getattr__` of its own
 
 
 def _reader_of_slots(slots: list[str]) -> Reader:
