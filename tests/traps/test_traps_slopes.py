@@ -131,6 +131,21 @@ def test_gradients_that_are_a_mean(shared_mesh: Callable[..., Mesh], name: str) 
     assert texts == [] and away < 1e-4
 
 
+def test_complex_gradients_are_a_mean(shared_mesh: Callable[..., Mesh]) -> None:
+    """Their sizes alone are not: those of a sum are not the sums of sizes."""
+
+    def loss_fn(params: Any, b: Any) -> Tensor:
+        filtered = torch.fft.irfft(torch.fft.rfft(b["x"]) * params["filter"], n=6)
+        return entropy(NET(params["net"], filtered), b)
+
+    params = {"net": PARAMS, "filter": torch.randn(4, dtype=torch.complex64)}
+    step = spmd(data_parallel(lambda p, batch: value_and_grad(loss_fn)(p, batch)), mesh=shared_mesh({"data": 2}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient = fetch(step(params, BATCH)[1])["filter"]
+    torch.testing.assert_close(gradient, value_and_grad(loss_fn)(params, BATCH)[1]["filter"])
+
+
 def test_a_shard_begins_with_a_gradient_of_full_size(shared_mesh: Callable[..., Mesh]) -> None:
     """So numbers that ranks would clip rightly are clipped otherwise; scaling is right."""
     mesh = shared_mesh({"data": 2})
