@@ -144,6 +144,13 @@ def test_complex_gradients_are_a_mean(shared_mesh: Callable[..., Mesh]) -> None:
     assert texts == [] and away < 1e-4
 
 
+def test_samples_get_the_random_slopes_that_they_had(shared_mesh: Callable[..., Mesh]) -> None:
+    """An RReLU keeps those for its gradient in a tensor that it is given."""
+    net, _ = functional(nn.Sequential(nn.Linear(6, 16), nn.RReLU(), nn.Linear(16, 5)))
+    texts, _ = run(shared_mesh({"data": 2}), lambda p, b: entropy(net(p, b["x"]), b))
+    assert texts == []
+
+
 def test_a_shard_begins_with_a_gradient_of_full_size(shared_mesh: Callable[..., Mesh]) -> None:
     """So numbers that ranks would clip rightly are clipped otherwise; scaling is right."""
     mesh = shared_mesh({"data": 2})

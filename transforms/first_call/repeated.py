@@ -214,12 +214,24 @@ class _Records(_Draws):
         result = super().operation(func, args, kwargs)
         seen, drawn = self._seen, is_random(func, args, kwargs)
         seen.normalises = seen.normalises or _normalises(func, args, kwargs)
-        for one in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(one, Tensor):
-                seen.is_coarse = seen.is_coarse or (one.is_floating_point() and (one.dtype.itemsize < 4 or one.is_cuda))
-                if drawn:
-                    seen.drawn.append(one.clone())
+        for one in _tensors_in(result):
+            seen.is_coarse = seen.is_coarse or (one.is_floating_point() and (one.dtype.itemsize < 4 or one.is_cuda))
+        if drawn:
+            seen.drawn += [one.clone() for one in _drawn_by(func, args, kwargs, result)]
         return result
+
+
+def _tensors_in(result: Any) -> list[Tensor]:
+    return [one for one in (result if isinstance(result, list | tuple) else [result]) if isinstance(one, Tensor)]
+
+
+def _drawn_by(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """The results of a random operation, and what it has written to besides, which its gradient may need."""
+    operator = operator_of(func)
+    given = Operation(operator, args, kwargs).given()
+    written = [given[argument.name] for argument in operator.arguments if argument.is_written]
+    results = _tensors_in(result)
+    return results + [one for one in written if isinstance(one, Tensor) and all(one is not its for its in results)]
 
 
 def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
@@ -252,9 +264,8 @@ class _Replays(_Draws):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = super().operation(func, args, kwargs)
         if is_random(func, args, kwargs):
-            for one in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(one, Tensor):
-                    one.copy_(self._drawn(list(one.shape)))
+            for one in _drawn_by(func, args, kwargs, result):
+                one.copy_(self._drawn(list(one.shape)))
         return result
 
     def _drawn(self, shape: list[int]) -> Tensor:
