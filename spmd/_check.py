@@ -1,8 +1,8 @@
 """`check`: a step's types on a mesh of any size, in this process: shapes, specs, and a forgotten `psum`.
 
 The step runs once as the first rank and once as the last, on fake tensors, which have shapes but no values, under the
-net of `mesh.replication`. Its communicators only work out shapes. A number that it takes out of a tensor is 1, and it
-takes the branch that follows from that.
+net of `mesh.replication`. Its communicators only work out shapes. A number that it takes out of a tensor is 1, a condition
+True, or False where it looks for faults, and the step takes the branch that follows from that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
-from .kernels.callsite import public
-from .kernels.errors import SpecError
+from .kernels.callsite import public, user_line
+from .kernels.errors import SpecError, add_note
 from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers, UnknownShape, operation_name
 from .mesh import trees
 from .mesh.agreement import OutputMeta, path_in, refuse_varying
@@ -72,7 +72,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
             that of `x[x > 0]`. Whatever the step raises.
 
     The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
-    tensor is 1.
+    tensor is 1, and a condition True, or False if it comes from `any`, `isnan` or `isinf`, which look for faults. An
+    error that is raised after that has a note that says so.
     """
     if not isinstance(axes, Mapping):
         got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
@@ -124,7 +125,8 @@ def _keep_specs(wanted: Request, leaves: Sequence[Any]) -> None:
 def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) -> Any:
     session = PlannedSession(mesh.layout, rank, mesh.describe())
     call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(ambient()))
-    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers():
+    places: list[str] = []
+    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers(lambda: places.append(user_line())):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         try:
             outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
@@ -136,6 +138,10 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
                 remedy="torch.where(mask, x, 0) has the shape of x, unlike x[mask]",
             )
             raise problem.with_traceback(error.__traceback__) from None
+        except Exception as error:
+            if places:
+                add_note(error, f"[check sees no values: a number or condition at {places[-1]} was 1 or True to it]")
+            raise
     for index, about in enumerate(outcome.metas):
         what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
         refuse_varying(about, what, mesh.describe())

@@ -22,6 +22,8 @@ ALL, Namespace, Packet, Overload = _Ops, _OpNamespace, OpOverloadPacket, OpOverl
 CustomOperator = CustomOpDef  # what `torch.library.custom_op` returns
 # The operator that `item` and `bool` of a tensor call. Public way: none, it has no other name.
 ITEM = torch.ops.aten._local_scalar_dense
+_OUTPUTS = {ITEM.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default}  # numbers, not tensors
+_FIND_FAULTS = {"any", "isnan", "isinf"}  # in `if torch.any(x < 0): raise ...`
 # What fake tensors raise where the shape of a result depends on values. Public way: none.
 UnknownShape = DynamicOutputShapeException
 # The logger to which fake tensors write the errors that they raise, too. Public way: none, loggers go by name.
@@ -115,13 +117,31 @@ class FakeTensors(FakeTensorMode):
 
 
 class PretendedNumbers(TorchDispatchMode):
-    """Inside this mode, `item()` of a fake tensor is 1. Public way: none; torch raises an error."""
+    """Inside this mode, `item()` of a fake tensor is 1 or True, or False for a condition that looks for faults.
+
+    Public way: none; torch raises an error.
+
+    Args:
+        taken: called for each such number.
+    """
+
+    def __init__(self, taken: Callable[[], Any]):
+        super().__init__()
+        self._taken = taken
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM.default and is_fake(args[0]):
+        if func in _OUTPUTS and is_fake(args[0]):
+            self._taken()
+            if func is not ITEM.default:
+                return True
             dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
-        return func(*args, **(kwargs or {}))
+            if dtype is torch.bool:
+                return not getattr(args[0], "_spmd_finds_faults", False)
+            return 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
+        result = func(*args, **(kwargs or {}))
+        if operation_name(func) in _FIND_FAULTS and isinstance(result, torch.Tensor):
+            result._spmd_finds_faults = True  # type: ignore[attr-defined]
+        return result
 
 
 def is_fake(tensor: Any) -> bool:

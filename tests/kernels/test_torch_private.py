@@ -368,9 +368,12 @@ def fakes() -> None:
     fakes = torch_private.FakeTensors()
     weight = fakes.like(nn.Parameter(torch.ones(2, 3).t()))
     assert (weight.shape, weight.stride()) == ((3, 2), (1, 3)) and isinstance(weight, nn.Parameter)
-    with fakes, torch_private.PretendedNumbers():
+    taken: list[int] = []
+    with fakes, torch_private.PretendedNumbers(lambda: taken.append(1)):
         total = weight.sum()
         assert torch_private.is_fake(total) and total.item() == 1.0
+        assert total > 0 and not (total > 0).any() and not total.isnan() and torch.equal(total, total)
+    assert len(taken) == 5
     assert sys.modules["torch._subclasses.fake_tensor"].log.name == torch_private.FAKES_LOG
 
 

@@ -179,6 +179,26 @@ def test_shapes_that_depend_on_values_are_refused_at_their_line():
     assert [frame.name for frame in caught.traceback][-1] == "masked"
 
 
+def test_conditions_that_look_for_faults_find_none():
+    def guarded(x):
+        loss = F.gaussian_nll_loss(x, x, x.exp())  # which looks for a negative variance
+        if torch.isnan(loss) or torch.isinf(x).any() or not torch.isfinite(loss) or not torch.allclose(x, x):
+            raise ValueError("the loss is not finite")
+        return psum(loss, "data")
+
+    assert check(spmd(guarded, in_specs=P("data")), {"data": 2}, torch.ones(4)).shape == ()
+
+    def by_value(x):
+        if x.sum() < 0:
+            raise ValueError("negative")
+        return x
+
+    with pytest.raises(ValueError, match="negative") as caught:
+        check(by_value, {"data": 2}, torch.ones(4))
+    (note,) = caught.value.__notes__
+    assert note.startswith("[check sees no values: a number or condition at test_check.py:")
+
+
 def test_settings_of_torch_hold_in_it():
     """As they do in a call."""
     before = torch.get_default_dtype()
