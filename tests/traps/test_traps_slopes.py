@@ -138,3 +138,17 @@ def test_a_shard_begins_with_a_gradient_of_full_size(shared_mesh: Callable[..., 
     assert "the gradient of " in text and "a virtual shard's samples" in text and away > 1e-2
     texts, away = run(mesh, lambda p, b: entropy(out_with(lambda g: 2 * g, p, b), b), shards=4)
     assert texts == [] and away < 1e-4
+
+
+def test_a_gradient_by_complex_parameters(shared_mesh: Callable[..., Mesh]) -> None:
+    """It is a sum of parts whose sizes, without their angles, do not add up."""
+    params = {"bias": torch.randn(5, dtype=torch.complex64), "unused": torch.zeros(3, dtype=torch.complex64)}
+
+    def loss_fn(p: Any, b: Any) -> Tensor:
+        return entropy(b["other"] + p["bias"].abs(), b)
+
+    step = spmd(data_parallel(lambda p, batch: value_and_grad(loss_fn)(p, batch)), mesh=shared_mesh({"data": 2}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradient = fetch(step(params, BATCH)[1])["bias"]
+    assert torch.allclose(gradient, value_and_grad(loss_fn)(params, BATCH)[1]["bias"], atol=1e-6)

@@ -93,7 +93,7 @@ class _Slope:
 
     def __call__(self, out: Output, leaves: list[Tensor]) -> None:
         leaves = [leaf for leaf in leaves if leaf.numel() <= _SMALL] or [min(leaves, key=torch.numel)]
-        kept = [_some(torch.zeros((), device=leaf.device).expand(leaf.shape)) for leaf in leaves]
+        kept = [_some(torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)) for leaf in leaves]
 
         def keep(index: int) -> Any:
             def hook(leaf: Tensor) -> None:
@@ -112,5 +112,5 @@ class _Slope:
 def _some(gradient: Tensor) -> Tensor:
     """Entries from all over a gradient."""
     dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
-    flat = dense.abs() if dense.is_complex() else dense  # of a complex gradient only the sizes
+    flat = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return flat.flatten()[:: max(1, flat.numel() // _ENTRIES)].double().cpu()
