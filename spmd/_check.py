@@ -20,9 +20,16 @@ from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
 from .kernels.callsite import public
 from .kernels.errors import SpecError
-from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers, UnknownShape, operation_name
+from .kernels.torch_private import (
+    FAKES_LOG,
+    FakeTensors,
+    PretendedArrays,
+    PretendedNumbers,
+    UnknownShape,
+    operation_name,
+)
 from .mesh import trees
-from .mesh.agreement import OutputMeta, path_in, refuse_varying
+from .mesh.agreement import OutputMeta, called, refuse_apart, refuse_varying
 from .mesh.ambient import ambient
 from .mesh.array import Array, meta
 from .mesh.program import CompiledCall
@@ -72,7 +79,7 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
             that of `x[x > 0]`. Whatever the step raises.
 
     The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
-    tensor is 1.
+    tensor is 1, and an array of NumPy is all ones.
     """
     if not isinstance(axes, Mapping):
         got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
@@ -97,6 +104,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
             raise SpecError(
                 f"{wrapped.program.name} returns other trees on other ranks", got=got, where=mesh.describe()
             )
+        for index, (about, other) in enumerate(zip(first.metas, last.metas, strict=True)):
+            refuse_apart(about, other, called(first.treedef, index, wrapped.program.name), mesh.describe())
         shapes.append([about.shape for about in last.metas])
     results = [
         leaf if about.spec is None else _whole(mesh.layout, about, [each[index] for each in shapes])
@@ -124,7 +133,7 @@ def _keep_specs(wanted: Request, leaves: Sequence[Any]) -> None:
 def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) -> Any:
     session = PlannedSession(mesh.layout, rank, mesh.describe())
     call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(ambient()))
-    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers():
+    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers(), PretendedArrays():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         try:
             outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
@@ -137,8 +146,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
             )
             raise problem.with_traceback(error.__traceback__) from None
     for index, about in enumerate(outcome.metas):
-        what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
-        refuse_varying(about, what, mesh.describe())
+        refuse_varying(about, called(outcome.treedef, index, step.program.name), mesh.describe())
     return outcome
 
 

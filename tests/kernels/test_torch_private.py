@@ -371,6 +371,8 @@ def fakes() -> None:
     with fakes, torch_private.PretendedNumbers():
         total = weight.sum()
         assert torch_private.is_fake(total) and total.item() == 1.0
+        with torch_private.PretendedArrays():
+            assert total.detach().numpy() == 1 and f"{total:.1f}" == "1.0"
     assert sys.modules["torch._subclasses.fake_tensor"].log.name == torch_private.FAKES_LOG
 
 
