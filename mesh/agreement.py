@@ -267,6 +267,23 @@ def refuse_varying(leaf: OutputMeta, what: str, where: str) -> None:
         raise _differing(problem, axes, None, where, is_tensor=True)
 
 
+def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> None:
+    """Refuse a result that is not the same on two ranks that should agree, as far as that is known without values."""
+    if leaf.spec != other.spec or leaf.dtype != other.dtype:
+        problem, got = f"{what} differs in kind between ranks", f"{_kind(leaf)} and {_kind(other)}"
+        raise SpecError(problem, got=got, where=where, remedy="return the same kind of value on every rank")
+    if leaf.spec is None:
+        if not values.same_value(leaf.value, other.value):
+            got, remedy = f"{leaf.value!r:.60} and {other.value!r:.60}", "return a tensor, and psum or pmean it"
+            raise SpecError(f"{what} should be the same on all ranks, and is not", got=got, where=where, remedy=remedy)
+        return
+    sizes = zip(leaf.shape, other.shape, strict=False)
+    apart = [dim for dim, (size, its) in enumerate(sizes) if size != its and not leaf.spec.dim_axes(dim)]
+    if apart or len(leaf.shape) != len(other.shape):
+        problem, got = f"{what} has other shapes on other ranks", f"{leaf.shape} and {other.shape}"
+        raise SpecError(problem, got=got, where=where, remedy=SHARDS_OF_ONE)
+
+
 def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str, *, is_tensor: bool) -> SpecError:
     remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
     remedy = remedy if is_tensor else f"return a tensor, and {remedy}"

@@ -1,8 +1,8 @@
 """`check`: a step's types on a mesh of any size, in this process: shapes, specs, and a forgotten `psum`.
 
 The step runs once as the first rank and once as the last, on fake tensors, which have shapes but no values, under the
-net of `mesh.replication`. Its communicators only work out shapes. A number that it takes out of a tensor is 1, a condition
-True, or False where it looks for faults, and the step takes the branch that follows from that.
+net of `mesh.replication`. Its communicators only work out shapes. What it takes out of a tensor is made up: a number is
+1, a condition is true unless it looks for faults, and the step takes the branch that follows from that.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from ._spmd import Spmd, spmd
 from .kernels.arguments import check_function, is_whole
 from .kernels.callsite import public, user_line
 from .kernels.errors import SpecError, add_note
-from .kernels.torch_private import FAKES_LOG, FakeTensors, PretendedNumbers, UnknownShape, operation_name
+from .kernels.torch_private import (
+    FAKES_LOG,
+    FakeTensors,
+    PretendedArrays,
+    PretendedNumbers,
+    UnknownShape,
+    operation_name,
+)
 from .mesh import trees
-from .mesh.agreement import OutputMeta, path_in, refuse_varying
+from .mesh.agreement import OutputMeta, called, refuse_apart, refuse_varying
 from .mesh.ambient import ambient
 from .mesh.array import Array, meta
 from .mesh.program import CompiledCall
@@ -72,8 +79,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
             that of `x[x > 0]`. Whatever the step raises.
 
     The step runs once as the first rank and once as the last. Values are not seen: a number that it takes out of a
-    tensor is 1, and a condition True, or False if it comes from `any`, `isnan` or `isinf`, which look for faults. An
-    error that is raised after that has a note that says so.
+    tensor is 1, an array of NumPy all ones, and a condition true, or false if it comes from `any`, `isnan` or `isinf`,
+    which look for faults. An error that is raised after that has a note that says so.
     """
     if not isinstance(axes, Mapping):
         got, remedy = type(axes).__name__, 'check(step, {"data": 8}, ...), or check(step, mesh.axes, ...)'
@@ -98,6 +105,8 @@ def check(step: Callable, axes: Mapping[str, int], *args: Any) -> Any:
             raise SpecError(
                 f"{wrapped.program.name} returns other trees on other ranks", got=got, where=mesh.describe()
             )
+        for index, (about, other) in enumerate(zip(first.metas, last.metas, strict=True)):
+            refuse_apart(about, other, called(first.treedef, index, wrapped.program.name), mesh.describe())
         shapes.append([about.shape for about in last.metas])
     results = [
         leaf if about.spec is None else _whole(mesh.layout, about, [each[index] for each in shapes])
@@ -126,7 +135,8 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
     session = PlannedSession(mesh.layout, rank, mesh.describe())
     call = CompiledCall(session, mesh, step.program, wanted.treedef, wanted.plan(ambient()))
     places: list[str] = []
-    with warnings.catch_warnings(), _quiet(), fakes, PretendedNumbers(lambda: places.append(user_line())):
+    pretended = PretendedNumbers(lambda: places.append(user_line()))
+    with warnings.catch_warnings(), _quiet(), fakes, pretended, PretendedArrays():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         try:
             outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
@@ -143,8 +153,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
                 add_note(error, f"[check sees no values: a number or condition at {places[-1]} was 1 or True to it]")
             raise
     for index, about in enumerate(outcome.metas):
-        what = f"result {path_in(outcome.treedef, index)} of {step.program.name}"
-        refuse_varying(about, what, mesh.describe())
+        refuse_varying(about, called(outcome.treedef, index, step.program.name), mesh.describe())
     return outcome
 
 

@@ -43,6 +43,7 @@ from .operators import FakeTensors as FakeTensors
 from .operators import Namespace as Namespace
 from .operators import Overload as Overload
 from .operators import Packet as Packet
+from .operators import PretendedArrays as PretendedArrays
 from .operators import PretendedNumbers as PretendedNumbers
 from .operators import UnknownShape as UnknownShape
 from .operators import arguments as arguments

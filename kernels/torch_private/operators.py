@@ -8,11 +8,13 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace, _Ops
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiler import run_as_written
@@ -142,6 +144,24 @@ class PretendedNumbers(TorchDispatchMode):
         if operation_name(func) in _FIND_FAULTS and isinstance(result, torch.Tensor):
             result._spmd_finds_faults = True  # type: ignore[attr-defined]
         return result
+
+
+class PretendedArrays(TorchFunctionMode):
+    """Inside this mode, NumPy's array of a fake tensor is all ones, and it is formatted as any tensor is. Public way:
+    none; torch raises errors.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TAKEN and is_fake(args[0]):
+            tensor, rest = args[0], args[1:]
+            if func is Tensor.__format__:
+                return format(tensor.item(), *rest) if tensor.dim() == 0 else object.__format__(tensor, *rest)
+            ones = numpy.ones(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            return ones.astype(rest[0]) if func is Tensor.__array__ and rest and rest[0] is not None else ones
+        return func(*args, **(kwargs or {}))
+
+
+_TAKEN: set[Any] = {Tensor.numpy, Tensor.__array__, Tensor.__format__}
 
 
 def is_fake(tensor: Any) -> bool:

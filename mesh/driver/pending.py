@@ -105,6 +105,7 @@ class Task:
         failure: makes the exception of a failed task.
         generation: the generation in which the mesh failed with it; None if only the task failed.
         context: the caller's; a notebook keeps in it which cell that is.
+        caller: the thread that made it.
         began, seconds: when it was made (`time.time`), and how long it took until its outcome was known.
     """
 
@@ -122,6 +123,7 @@ class Task:
     failure: Outcome = None
     generation: int | None = None
     context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+    caller: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
     began: float = dataclasses.field(default_factory=time.time)
     seconds: float = 0.0
     _since: float = dataclasses.field(default_factory=time.monotonic)
@@ -225,20 +227,26 @@ class Pending:
         elif not seen:
             self._unseen.append(task)
 
-    def raise_unseen(self) -> None:
-        """Raise the failure of a task whose caller has not seen it, unless this thread works for the library."""
-        while self._unseen and not getattr(_thread, "aside", False):
-            task = self._unseen.popleft()
-            if not task.reported:
-                self.report(task)
+    def raise_unseen(self, *, closing: bool = False) -> None:
+        """Raise the failure of a task that this thread made, and has not seen, unless it works for the library.
+
+        Those of threads that have ended are raised, too, and at the end of the mesh all others.
+        """
+        this = threading.current_thread()
+        for task in [] if getattr(_thread, "aside", False) else [*self._unseen]:
+            if closing or task.reported or task.caller is this or not task.caller.is_alive():
+                self._unseen.remove(task)
+                if not task.reported:
+                    self.report(task)
 
     def report(self, task: Task) -> None:
         """Raise the failure of a task."""
         self._run_state.note_failure(task)
         task.reported = True
         for other in self._unseen:
-            # All failures of one generation have one cause.
-            other.reported = other.reported or other.generation == task.generation is not None
+            # All failures of one generation have one cause; a thread is told of it once.
+            alike = other.generation == task.generation is not None and other.caller is task.caller
+            other.reported = other.reported or alike
         assert task.failure is not None
         raise task.failure()
 

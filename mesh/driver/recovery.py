@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 
 from ...kernels.errors import MeshError
 from ...kernels.limits import named_limits
 from .. import protocol
-from ..failure import combine, ranks_text, unexplained
+from ..failure import combine, ranks_text, text_of, unexplained
 from ..hosts.moving import Moves, moves_of
 from ..rank.interrupts import uninterrupted
 from .answers import Answers, Session
@@ -114,14 +115,14 @@ class Recovery:
             if busy and not self.interrupted and session.lasting:
                 left = [rank for rank, number in busy.items() if number >= self._first_failed]
                 self.stuck.end_timed_out(left, time.monotonic() - self._since - INTERRUPTED_SECONDS)
-            failure = self._failure(why)
+            failure, at_fault = self._failure(why), self._at_fault()
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
                 if task.settled.is_set() or task in again:
                     continue
                 if task.fine:
                     self.answers.settle(task)
                 elif task.complete or not (busy and (self.interrupted or task.number < self._first_failed)):
-                    self.answers.settle(task, failure)
+                    self.answers.settle(task, failure if task.caller in at_fault else self._stopped(failure))
             if busy:
                 self.signal_busy()
             elif not session.ranks.dying:
@@ -178,11 +179,31 @@ class Recovery:
         known = self._session.pending.failures(unsettled=True)
         return not (self._lost or self.interrupted) and bool(unexplained(known))
 
-    def _failure(self, why: str | None = None) -> Outcome:
+    def _failure(self, why: str | None = None) -> Callable[[], BaseException]:
         failures, lost = self._session.pending.failures(), dict(self._lost)
         where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.remark or why
         why = why or (_CALL_AGAIN if self._session.lasting else None)
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
+
+    def _at_fault(self) -> Container[threading.Thread]:
+        """The threads whose calls have failed, if it is known; calls that others made meanwhile are only stopped."""
+        tasks = self._session.pending.tasks.values()
+        failed = {task.caller for task in tasks for one in task.failures().values() if one.kind == "error"}
+        return {task.caller for task in tasks} if self._lost or self.interrupted or not failed else failed
+
+    def _stopped(self, failure: Callable[[], BaseException]) -> Outcome:
+        """The failure of a call that was stopped since a call of another thread has failed."""
+        where = self._session.describe()
+
+        def make() -> MeshError:
+            cause = failure()
+            problem = "this call was stopped, because a call that another thread made has failed"
+            remedy = "make it again; if it has effects, they may happen twice"
+            error = MeshError(problem, got=f"{type(cause).__name__}: {text_of(cause)}", where=where, remedy=remedy)
+            error.__cause__ = cause
+            return error
+
+        return make
 
     def _begin_anew(self, again: Sequence[Task]) -> None:
         session = self._session

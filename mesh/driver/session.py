@@ -273,11 +273,11 @@ class DriverSession(Owned):
         for oldest in self._flight.add(task):
             self.wait(oldest)
 
-    def raise_failure(self) -> None:
-        """Raise an error that nobody has seen."""
+    def raise_failure(self, *, closing: bool = False) -> None:
+        """Raise an error that this thread has not seen, or that nobody has seen if the mesh is closing."""
         self._recovery.answers.collect()
         with self.lock:
-            self.pending.raise_unseen()
+            self.pending.raise_unseen(closing=closing)
 
     def _interruptibly(self, wait: Callable[[], Any]) -> None:
         try:
@@ -312,7 +312,7 @@ class DriverSession(Owned):
         try:
             if waits:
                 open_sessions.finish_tasks(self)
-            self.raise_failure()
+            self.raise_failure(closing=True)
             self.node.caller.raise_unseen()
         finally:
             self.node.close(why)  # first, so that the end of a rank is not taken for its death

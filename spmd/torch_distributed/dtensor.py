@@ -89,7 +89,7 @@ def from_dtensor(dtensor: DTensor, *, mesh: Mesh | None = None) -> Any:
 
 
 def _on_another_mesh(got: str, expected: str) -> SpecError:
-    remedy = "make it on mesh.device_mesh"
+    remedy = "make it on mesh.device_mesh, or give from_dtensor that mesh, mesh="
     return SpecError("from_dtensor got a tensor on another mesh", got=got, expected=expected, remedy=remedy)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -197,6 +198,25 @@ def test_conditions_that_look_for_faults_find_none():
         check(by_value, {"data": 2}, torch.ones(4))
     (note,) = caught.value.__notes__
     assert note.startswith("[check sees no values: a number or condition at test_check.py:")
+
+
+def test_results_that_differ_on_the_last_rank():
+    """Numbers, texts and shapes that are made of a rank's index are known without values."""
+    assert "(got '0' and '2999')" in refused(spmd(lambda: str(axis_index("data"))), axes={"data": 3000})
+    assert "has other shapes on other ranks (got (1,) and (3000,))" in refused(
+        spmd(lambda: torch.tensor([1.0] * int(axis_index("data") + 1))), axes={"data": 3000}
+    )
+    assert check(spmd(lambda x: (x.shape[0], "a", None, float(x.sum())), in_specs=P("data")), HUGE, meta(8192))
+
+
+def test_arrays_of_numpy_and_texts_that_a_step_takes_out_of_tensors():
+    def step(x):
+        total = psum(x, "data")
+        assert f"{total.sum():.2f} {total!s}".startswith("1.00 ")
+        return torch.from_numpy(total.numpy() * 2), torch.as_tensor(np.asarray(total, dtype="int32"))
+
+    doubled, whole = check(spmd(step, in_specs=P("data")), {"data": 2}, torch.ones(4, 3))
+    assert doubled.shape == whole.shape == (2, 3) and (doubled.dtype, whole.dtype) == (torch.float32, torch.int32)
 
 
 def test_settings_of_torch_hold_in_it():

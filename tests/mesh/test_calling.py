@@ -15,7 +15,7 @@ import torch
 from internals import beside_next, tell_renewals_after
 from patience import until
 
-from spmd import P, Sharded, SpecError, axis_index, fetch, put, save, spmd
+from spmd import MeshError, P, Sharded, SpecError, axis_index, fetch, psum, put, save, spmd
 
 
 @pytest.fixture
@@ -436,3 +436,68 @@ def test_what_is_not_counted_within_what_is_not(make_mesh):
                 state.next_run()
             state.next_run()
         assert state.next_run() == first + 1
+
+
+def test_an_error_is_raised_in_the_thread_whose_call_failed(make_mesh):
+    """Another thread's next call, made before this one has seen the error, is as if nothing had been."""
+    mesh = make_mesh({"data": 2})
+    step = spmd(lambda x: 1 / x if x.item() else 1 // int(x), mesh=mesh)
+    one, zero, found = torch.tensor(1.0), torch.tensor(0.0), []
+    float(step(one))
+
+    def call():
+        failed = step(zero)
+        assert until(failed._source.task.settled.is_set)
+        failing.set()
+        assert on.wait(10)
+        try:
+            step(one)
+        except ZeroDivisionError as error:
+            found.append(error)
+
+    failing, on, thread = threading.Event(), threading.Event(), threading.Thread(target=call)
+    thread.start()
+    assert failing.wait(10)
+    assert float(step(one)) == 1
+    on.set()
+    thread.join(10)
+    assert len(found) == 1
+    assert float(step(one)) == 1
+
+    thread = threading.Thread(target=lambda: found.append(step(zero)))
+    thread.start()
+    thread.join(10)
+    assert until(found.pop()._source.task.settled.is_set)
+    with pytest.raises(ZeroDivisionError):  # its thread has ended, and will not see it
+        step(one)
+
+
+def test_a_call_that_another_threads_failure_stops_says_so(make_mesh):
+    mesh = make_mesh({"data": 2})
+
+    def fail(x):
+        if x:
+            time.sleep(0.2)
+            raise ValueError(f"no {int(x)}")
+        return x
+
+    failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one, own = torch.ones(()), []
+    assert float(step(one)) == 2
+    for _ in range(2):  # later calls do not wait
+        failing(torch.zeros(()))
+
+    def call():
+        failed = failing(one)
+        begun.set()
+        with pytest.raises(ValueError, match="no 1"):
+            float(failed)
+        own.append(True)
+
+    begun, thread = threading.Event(), threading.Thread(target=call)
+    thread.start()
+    assert begun.wait(10)
+    with pytest.raises(MeshError, match=r"a call that another thread made has failed \(got ValueError: no 1\).*again"):
+        float(step(one))
+    thread.join(10)
+    assert own and float(step(one)) == 2
