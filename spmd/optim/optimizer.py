@@ -98,6 +98,7 @@ def optimizer(
         schedule: the learning rate of every step, instead of `lr`: a number, or a function of the step's number, from
             0, that gives the rate itself, no factor; or a class of `torch.optim.lr_scheduler`, or a function of an
             optimizer that makes one, such as `lambda opt: CosineAnnealingLR(opt, T_max=100)`, which begin with `lr`.
+            A scheduler's lists have an entry for each group: first for the rest of the parameters, then for `groups`.
             Steps are counted in `opt_state["count"]`.
         clip: the largest norm of all gradients together; they are scaled down to it, as
             `torch.nn.utils.clip_grad_norm_` does. (That function itself has no effect in a step, where no tensor has
