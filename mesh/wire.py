@@ -20,7 +20,7 @@ import socket
 import struct
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import cloudpickle
@@ -57,13 +57,14 @@ class Packet:
     Attributes:
         data: the content; reading it may need modules, names or values that the receiver lacks.
         inline, fd: the bytes of its tensors; `LOST` if they could not be received.
-        head: what the packet is, a pickle of built-in types, which any process can read.
+        head, values: what it is, a pickle of built-in types; the calls whose values it names (those of a driver's).
     """
 
     data: bytes
     inline: bytes | bytearray = b""
     fd: int | None = None
     head: bytes = b""
+    values: Collection[int] = ()
 
     @property
     def nbytes(self) -> int:

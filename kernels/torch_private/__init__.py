@@ -22,6 +22,7 @@ from .compiler import rewrite_graphs as rewrite_graphs
 from .compiler import run_as_written as run_as_written
 from .compiler import uncompiled as uncompiled
 from .compiler import untraced as untraced
+from .file_store import drop_unfinished_record as drop_unfinished_record
 from .groups import begin_event as begin_event
 from .groups import end_event as end_event
 from .groups import gloo_options as gloo_options

@@ -66,7 +66,7 @@ class ShippedObjects:
         self._uses: Counter[str] = Counter()
         self._last_results: dict[str, dict[int, bytes]] = {}
         self._unused: deque[str] = deque()
-        self._naming_values: set[str] = set()
+        self._naming_values: dict[str, Collection[int]] = {}  # with the calls whose values they are
         self._unread: set[str] = set()  # by some rank, mostly because files or a module are missing there: sent again
         self._treedefs: weakref.WeakValueDictionary[Any, Shipped] = weakref.WeakValueDictionary()
         self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
@@ -100,8 +100,8 @@ class ShippedObjects:
                 else:
                     self._drop(key)
                     self._packets[key] = packet
-                    if any(name[0] == "array" for name in names):
-                        self._naming_values.add(key)
+                    if packet.values:
+                        self._naming_values[key] = packet.values
                     self._session.tell(protocol.Ship(key), packet)
                 self._uses[key] += 1
                 shipped = Shipped(key, self._last_results.setdefault(key, {}))
@@ -190,7 +190,7 @@ class ShippedObjects:
         return tuple(keys)
 
     def _drop(self, key: str) -> None:
-        self._naming_values.discard(key)
+        self._naming_values.pop(key, None)
         self._unread.discard(key)
         packet = self._packets.pop(key, None)
         if packet is not None:
@@ -215,9 +215,17 @@ class ShippedObjects:
             for message, packet in self.naming_values():
                 self._session.tell(message, packet)
 
-    def drop_naming_values(self) -> None:
-        """Have objects that name values pickled and sent to all ranks again when they are needed, after the values."""
-        for key in tuple(self._naming_values):
+    def naming(self, calls: Collection[int]) -> set[str]:
+        """The keys of the objects that name values of these calls."""
+        return {key for key, named in self._naming_values.items() if not set(named).isdisjoint(calls)}
+
+    def drop_naming_values(self, calls: Collection[int] | None = None) -> None:
+        """Have objects that name values pickled and sent to all ranks again when they are needed, after the values.
+
+        Args:
+            calls: only those that name values of these.
+        """
+        for key in tuple(self._naming_values) if calls is None else self.naming(calls):
             self._drop(key)
 
     def forget_last_results(self) -> None:
@@ -227,7 +235,7 @@ class ShippedObjects:
 
     def keys(self) -> set[str]:
         """The keys of objects that the ranks should have, except those that name values."""
-        return set(self._packets) - self._naming_values
+        return set(self._packets) - self._naming_values.keys()
 
     def follow_reloads(self) -> None:
         """Have the ranks reload what the program itself has loaded again, since the last call.

@@ -20,6 +20,7 @@ from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.board import ended
+from ...kernels.torch_private import drop_unfinished_record
 from .. import wire
 from ..display import trace
 from ..display.records import levels
@@ -267,6 +268,8 @@ class Ranks:
         self.arena.clear(self.generation)
         self.arena.introduce(self._title)
         dead = [rank for rank in self.all if not rank.alive]
+        if dead:
+            drop_unfinished_record(self._store_fd)
         for rank in dead:
             self._deaths.unregister(rank.pidfd)
             rank.close()

@@ -260,8 +260,7 @@ class Recovery:
             self.answers.settle(task, self._failure(moves.lack(task)))
         if send := bool(ready or replaced):
             moves.send(session)
-        if moves.lost or not send:
-            session.shipped.drop_naming_values()
+        session.shipped.drop_naming_values({values.number for values in moves.lost} if send else None)
         return ready
 
     def move_values(self) -> bool:

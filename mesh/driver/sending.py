@@ -53,13 +53,17 @@ def dumps(
         allocate: see `wire.dumps`.
     """
 
+    names = [] if names is None else names
+
     def name_of(one: Any) -> Any:
         name = _name_of(values, one)
-        if name is not None and names is not None:
+        if name is not None:
             names.append(name)
         return name
 
-    return packed(obj, name_of, allocate)
+    packet = packed(obj, name_of, allocate)
+    packet.values = {name[1] for name in names if name[0] == "array"}
+    return packet
 
 
 def _name_of(values: Values, obj: Any) -> Any:

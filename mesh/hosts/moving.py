@@ -16,7 +16,7 @@ from ..driver.lost_values import remedy
 from ..driver.pending import Task
 from ..driver.values import CallValues
 from ..spec import Layout
-from .uncopied import ValuesSession
+from .uncopied import ValuesSession, names_any
 
 Copies = Mapping[tuple[int, int, int], tuple[str, int]]
 
@@ -30,6 +30,7 @@ class Moves:
         fetches: (receiver, address, port, rank whose copies these are) -> values, as (call, index).
         filled: the values that no rank lacks afterwards, with the ranks that lack them now.
         lost, gone: calls with values that nobody has, and those values, as (call, index).
+        naming: the keys of functions that name such values.
         task: the task, once it was sent.
         remedy: for errors: what to do about lost values.
     """
@@ -39,17 +40,17 @@ class Moves:
     filled: list[tuple[CallValues, int, set[int]]] = dataclasses.field(default_factory=list)
     lost: list[CallValues] = dataclasses.field(default_factory=list)
     gone: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    naming: set[str] = dataclasses.field(default_factory=set)
     task: Task | None = None
     remedy: str = ""
 
     def needed_by(self, task: Task) -> bool:
         """Whether a call can't run again because it needs lost values."""
-        lost = {id(values) for values in self.lost}
         held = task.again.call.holds
         return (
             self._argument(task) is not None
-            or id(held._source if isinstance(held, Array) else held) in lost
-            or any(values.named for values in self.lost)
+            or any((held._source if isinstance(held, Array) else held) is values for values in self.lost)
+            or names_any(task.again, {values.number for values in self.lost}, self.naming)
         )
 
     def _argument(self, task: Task) -> int | None:
@@ -127,6 +128,7 @@ def moves_of(session: ValuesSession, again: Iterable[Task]) -> Moves:
                 else:
                     found.sends.setdefault((donor, rank), []).append((values.number, index))
             found.filled.append((values, index, set(ranks)))
+    found.naming = session.shipped.naming({values.number for values in found.lost})
     return found
 
 

@@ -6,11 +6,13 @@ had is either copied or can be computed again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from .. import protocol
 from ..array import Array
-from ..driver.pending import Task
+from ..driver.functions import ShippedObjects
+from ..driver.pending import Again, Task
 from ..driver.ranks import Rank, Ranks
 from ..driver.session_view import Session
 from ..driver.values import CallValues, Values
@@ -22,6 +24,7 @@ class ValuesSession(Session, Protocol):
     """The driver's session, with its values."""
 
     values: Values
+    shipped: ShippedObjects
 
 
 class Uncopied:
@@ -79,14 +82,12 @@ class Uncopied:
     def tasks_for(self, lost: list[CallValues], session: ValuesSession) -> list[Task]:
         """Tasks that make lost values again, in order; these values are removed from `lost`."""
         found: list[Task] = []
-        left = {id(values) for values in lost if values.number not in self._held}
-        named = any(values.named for values in lost if id(values) in left)
-        calls = [values for values in lost if id(values) not in left]
+        left = {values.number for values in lost if values.number not in self._held}
+        calls = [values for values in lost if values.number not in left]
         for values in sorted(calls, key=lambda values: (self._held[values.number][0].region > 0, values.number)):
             done, again = self._held[values.number]
-            if named or left & _sources(again):
-                left.add(id(values))
-                named = named or bool(values.named)
+            if left & _sources(again) or names_any(again, left, session.shipped.naming(left)):
+                left.add(values.number)
                 continue
             del self._held[values.number]
             self._waits.pop(values.number, None)
@@ -95,7 +96,7 @@ class Uncopied:
             session.pending.tasks[task.number] = task
             values.missing.clear()
             found.append(task)
-        lost[:] = [values for values in lost if id(values) in left]
+        lost[:] = [values for values in lost if values.number in left]
         return found
 
     def close(self) -> None:
@@ -105,6 +106,18 @@ class Uncopied:
             self._forget(call)
 
 
-def _sources(again: Any) -> set[int]:
-    """The ids of the values that a call needs."""
-    return {id(one._source if isinstance(one, Array) else one) for one in (*again.call.arguments, again.call.holds)}
+def _sources(again: Again) -> set[int]:
+    """The numbers of the calls whose values a call needs."""
+    needed = (one._source if isinstance(one, Array) else one for one in (*again.call.arguments, again.call.holds))
+    return {values.number for values in needed if isinstance(values, CallValues)}
+
+
+def names_any(again: Again, calls: Collection[int], functions: Collection[str]) -> bool:
+    """Whether what is sent for a call names values of these calls, or its function, one of these, does."""
+    shipped = getattr(again.call.holds, "shipped", None)  # of a step; of a batch's reader the name is not known
+    reads = any(values.read is not None for values in again.call.values)
+    return bool(
+        not set(again.packet.values).isdisjoint(calls)
+        or (reads and functions)
+        or (shipped is not None and shipped.key in functions)
+    )

@@ -32,6 +32,7 @@ from .handle import plain_name_of
 from .protocol import DRIVER, Cancelled, Invoke, NodeId, Raised, Result, SavedResult, SavedState, decode
 from .residents import Residents
 
+_MADE_SECONDS = 10.0  # for objects that are being made again
 _BUSY_SECONDS = 1.0  # for the thread to finish what it is at, before objects count as in use
 
 
@@ -122,6 +123,8 @@ class Node(Owned):
             if self._thread is not None and not self.is_serving_thread():
                 self._exchange.await_turn(_BUSY_SECONDS)  # it may have one still that it has just given to a Ref
             gc.collect()
+        if self.caller.gone.all_dropped:
+            self.caller.restoring.await_made(_MADE_SECONDS)  # what nobody needs any more, and is then released
         with self.lock:
             return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
 

@@ -87,6 +87,7 @@ class Restoring:
     def __init__(self, post: Post, next_number: Callable[[], int], seconds: float):
         self._post, self._next_number, self._seconds = post, next_number, seconds
         self.objects: dict[Name, Restorable] = {}
+        self._making: set[Restorable] = set()
 
     def add(self, one: Restorable, connection: Connection) -> None:
         """Add an object that was made."""
@@ -153,10 +154,23 @@ class Restoring:
                 one.away = True
                 self._start(one)
 
+    def await_made(self, seconds: float) -> None:
+        """Wait, at most for so long, while objects are being made again."""
+        end = time.monotonic() + seconds
+        while self._making and time.monotonic() < end:
+            time.sleep(PAUSE_SECONDS)
+
     def _start(self, one: Restorable) -> None:
+        self._making.add(one)
         threading.Thread(target=self._make_again, args=(one,), name="spmd-restore", daemon=True).start()
 
     def _make_again(self, one: Restorable) -> None:
+        try:
+            self._try_to_make(one)
+        finally:
+            self._making.discard(one)
+
+    def _try_to_make(self, one: Restorable) -> None:
         end = time.monotonic() + self._seconds
         while time.monotonic() < end and self._post.closed is None and one.name in self.objects:
             try:
@@ -194,6 +208,9 @@ class Restoring:
         with self._post.lock:
             if connection.lost:
                 return False
+            if one.name not in self.objects:  # its handle went meanwhile
+                connection.send(Release((), (one.name,)))
+                return True
             one.owner, one.away = connection.peer, False
             if (handle := one.handle()) is not None:
                 handle._owner = one.owner

@@ -433,6 +433,30 @@ def test_a_call_runs_again_when_a_host_is_lost(mesh: Mesh, shared_mesh: Callable
     assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
 
 
+def test_a_call_runs_again_beside_values_that_are_lost(mesh: Mesh, tmp_path: Path) -> None:
+    """What a rank was told of them does not count, nor what the call's function captures besides."""
+    cut, whole, armed = put(torch.arange(4.0), P("data"), mesh=mesh), put(torch.ones(3), mesh=mesh), tmp_path / "armed"
+    assert mesh.run(lambda x: float(x.local), cut) == [0, 1, 2, 3]
+
+    def told(x: torch.Tensor) -> torch.Tensor:
+        return psum(x + cut.local * 0, "data")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if mesh.rank == 3 and armed.exists():
+            armed.unlink()
+            os.kill(host_process(), signal.SIGKILL)
+        return psum(x, "data") + whole.local
+
+    idle, again = spmd(told, mesh=mesh), spmd(step, mesh=mesh)
+    assert idle(torch.ones(3)).full().tolist() == [4, 4, 4]
+    for _ in range(2):  # the values are lost the first time
+        armed.touch()
+        assert again(torch.ones(3)).full().tolist() == [5, 5, 5]
+    for needs_them in (lambda: idle(torch.ones(3)), cut.full):
+        with pytest.raises(PeerLost, match="which alone held a shard of it"):
+            needs_them()
+
+
 def test_a_host_whose_process_is_stopped_is_replaced(
     mesh: Mesh, shared_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -634,6 +634,43 @@ def test_objects_that_could_not_be_made_leave_nothing(mesh: Mesh) -> None:
     assert until(lambda: mesh.run(threading.active_count)[1] <= before[1])
 
 
+class SlowToLoad:
+    """Says when it begins to load its state, and waits for a moment."""
+
+    def __init__(self, begun: Path):
+        self.begun = begun
+
+    def save(self) -> Path:
+        return self.begun
+
+    def load(self, begun: Path) -> None:
+        self.begun = begun
+        begun.touch()
+        time.sleep(0.5)
+
+    def where(self) -> int:
+        return os.getpid()
+
+
+def test_an_object_whose_handle_goes_while_it_is_made_again(make_mesh: Any, tmp_path: Path) -> None:
+    def left() -> int:
+        gc.collect()
+        return sum(type(one).__name__ == SlowToLoad.__name__ for one in gc.get_objects())
+
+    mesh, begun = make_mesh({"data": 2}), tmp_path / "begun"
+    for resized in (False, True):
+        slow = mesh.remote(SlowToLoad, begun, rank=1, restore=True)
+        os.kill(slow.where().get(), signal.SIGKILL)
+        assert until(begun.exists)
+        del slow
+        gc.collect()
+        begun.unlink()
+        if resized:
+            mesh.resize({"data": 1})
+        else:
+            assert until(lambda: mesh.run(left) == [0, 0])
+
+
 def test_an_object_that_cannot_be_restored_yet(make_mesh: Any, tmp_path: Any) -> None:
     """No call is done by one that has not what was saved; the next call tries again."""
     mesh, path = make_mesh({"data": 2}), tmp_path / "there"

@@ -669,3 +669,22 @@ def test_who_asks_for_a_lost_value_does_not_end_the_move_of_others(make_mesh) ->
         with pytest.raises(PeerLost, match="rank 2 was killed"):
             moved.result()
     assert total(small).full().tolist() == [0.0, 3.0, 6.0]
+
+
+@pytest.mark.parametrize("left", [2, 7, 15])
+def test_a_rank_is_killed_while_it_writes_to_the_store(make_mesh, left: int) -> None:
+    """The ranks of a Gloo group meet in torch's FileStore: of a record there may be no more than the beginning."""
+
+    def stores() -> set[Path]:
+        return {fd for fd in Path("/proc/self/fd").iterdir() if "spmd-store" in os.path.realpath(fd)}
+
+    before = stores()
+    mesh = make_mesh({"data": 2}, backend="gloo", timeout=60)
+    total = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    assert total(torch.ones(1)).item() == 2
+    (store,) = stores() - before
+    with open(store, "ab") as file:
+        file.write(b"\x05\0\0\0a key\x07\0\0\0a value"[:left])
+    kill(mesh, [0, 1])
+    assert total(torch.ones(1)).item() == 2
+    assert mesh.run(lambda: float(mesh.comm(ranks=[1, 0]).all_reduced(torch.ones(1)))) == [2, 2]
