@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import signal
 import subprocess
 import sys
 import threading
@@ -609,3 +610,10 @@ def interrupt_wait_for_end(mesh: Any, rank: int) -> None:
         raise KeyboardInterrupt
 
     one.ended = interrupted
+
+
+def interrupt_restore_at_once(monkeypatch: Any) -> None:
+    """Ctrl-C comes as soon as `restore` has opened a checkpoint."""
+    from spmd.checkpoint import read
+
+    monkeypatch.setattr(read.Opened, "__enter__", lambda _: signal.raise_signal(signal.SIGINT))

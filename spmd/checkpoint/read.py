@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,6 +58,7 @@ class Opened:
     def __init__(self, folder: Path):
         self.folder = folder
         self._closing = contextlib.ExitStack()
+        self._end = weakref.finalize(self, self._closing.close)  # also after Ctrl-C, if nobody has got it
         try:
             with uninterrupted():  # Ctrl-C would leave the number to nobody
                 self._at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -87,7 +89,7 @@ class Opened:
             raise
 
     def close(self) -> None:
-        self._closing.close()
+        self._end()
 
     def __enter__(self) -> Opened:
         return self
