@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import time
@@ -32,6 +33,7 @@ from .tensor_file import Stored, header_length, stored
 TRIES = 50
 PAUSE_SECONDS = 0.01
 _PIECE = 1 << 20
+_OF_PROCESS = errno.EMFILE, errno.ENFILE, errno.ENOMEM  # errors that say nothing about the file
 
 
 class Damaged(SpmdError):
@@ -66,6 +68,8 @@ class Opened:
         except FileNotFoundError:
             raise Gone(f"there is no checkpoint {folder}", remedy="look at the path given to save") from None
         except OSError as error:
+            if error.errno in _OF_PROCESS:
+                raise
             raise Damaged(f"{folder} cannot be read", got=str(error)) from None
         except BaseException:
             self.close()
@@ -126,6 +130,9 @@ class Opened:
             field, got, expected = error.args
             raise Damaged(f"{file} is damaged: {field}", got=got, expected=expected) from None
         except OSError as error:
+            if error.errno in _OF_PROCESS:
+                error.filename = str(file)
+                raise
             raise Damaged(f"{file} cannot be read", got=f"{type(error).__name__}: {error}") from None
 
     def _open(self, name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import gc
 import os
 import resource
@@ -345,6 +346,39 @@ def test_ctrl_c_when_one_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         restore(tmp_path)
     del raised
     gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint is not taken instead of the last one."""
+    for number in range(2):
+        save(tmp_path, {"w": torch.tensor(number)})
+    os_open = os.open
+
+    def open_few(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            monkeypatch.undo()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return os_open(path, *args, **options)
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "open", open_few)
+    with pytest.raises(OSError, match=r"Too many open files: '.*step-00000001/rank-00000.safetensors'"):
+        restore(tmp_path)
+    assert restore(tmp_path)["w"] == 1 and os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_system_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, {"w": 1})
+
+    def fails(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "fstat", fails)
+    with pytest.raises(SpmdError, match=r"cannot be read .*Stale file handle"):
+        restore(tmp_path)
     assert os.listdir("/proc/self/fd") == before
 
 
