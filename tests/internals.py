@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import signal
 import subprocess
 import sys
 import threading
@@ -600,6 +601,22 @@ def close_control_of_zygote(mesh: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(spawn, "_EXIT_SECONDS", 0.1)
 
 
+def lose_next_reply_of_zygote(monkeypatch: Any) -> None:
+    """The system has no memory to take in what a zygote says next."""
+    import errno
+    import os
+
+    from spmd.mesh.driver import spawn
+
+    receive = spawn.receive
+
+    def failing(control: Any) -> Any:
+        monkeypatch.setattr(spawn, "receive", receive)
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(spawn, "receive", failing)
+
+
 def interrupt_wait_for_end(mesh: Any, rank: int) -> None:
     """Ctrl-C comes while the mesh that is being closed waits for the end of a rank."""
     one = mesh.driver.ranks.all[rank]
@@ -609,3 +626,10 @@ def interrupt_wait_for_end(mesh: Any, rank: int) -> None:
         raise KeyboardInterrupt
 
     one.ended = interrupted
+
+
+def interrupt_restore_at_once(monkeypatch: Any) -> None:
+    """Ctrl-C comes as soon as `restore` has opened a checkpoint."""
+    from spmd.checkpoint import read
+
+    monkeypatch.setattr(read.Opened, "__enter__", lambda _: signal.raise_signal(signal.SIGINT))

@@ -59,18 +59,14 @@ def _asked(pid: int, number: int) -> str:
     """What a process writes when it is asked for its stacks; empty if it does not answer."""
     if number < 0:
         return ""
-    with contextlib.suppress(OSError):
-        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            before, deaf = os.fstat(file).st_size, _deaf_threads(pid)
-            os.kill(pid, SIGNAL)
-            _wait(lambda: os.fstat(file).st_size > before, _ANSWER_SECONDS)
-            # While its handler runs, the signal is blocked in that thread: this tells when it has finished.
-            _wait(lambda: _deaf_threads(pid) <= deaf, _WRITE_SECONDS)
-            last = os.fstat(file).st_size
-            return os.pread(file, last - before, before).decode(errors="replace").strip()
-        finally:
-            os.close(file)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "rb", buffering=0) as file:
+        before, deaf = os.fstat(file.fileno()).st_size, _deaf_threads(pid)
+        os.kill(pid, SIGNAL)
+        _wait(lambda: os.fstat(file.fileno()).st_size > before, _ANSWER_SECONDS)
+        # While its handler runs, the signal is blocked in that thread: this tells when it has finished.
+        _wait(lambda: _deaf_threads(pid) <= deaf, _WRITE_SECONDS)
+        last = os.fstat(file.fileno()).st_size
+        return os.pread(file.fileno(), last - before, before).decode(errors="replace").strip()
     return ""
 
 

@@ -85,7 +85,7 @@ class Zygote:
                 send(self._control, request, fds)
                 while True:
                     self._await()
-                    reply, received = receive(self._control)
+                    reply, received = self._reply()
                     if reply is None:
                         raise self._lost("is gone")
                     if isinstance(reply, Forked) and not received:  # it ends, since what it was to serve is closed
@@ -138,6 +138,13 @@ class Zygote:
             self._process.send_signal(signal.SIGCONT)
         return True
 
+    def _reply(self) -> tuple[Any, list[int]]:
+        try:
+            return receive(self._control)
+        except BaseException:  # it can't be used any more: what is left of this reply would be taken for the next one
+            self._process.send_signal(signal.SIGKILL)
+            raise
+
     def _lost(self, how: str) -> MeshError:
         try:
             code = self._process.wait(_EXIT_SECONDS)
@@ -157,11 +164,12 @@ class Zygote:
             if self._control.fileno() < 0:  # as in `fork`
                 return None
             end = time.monotonic() + _EXIT_SECONDS
-            while pid not in self.exits and self._await(end - time.monotonic()):
-                reply, _ = receive(self._control)
-                if reply is None:
-                    break
-                self.exits[reply.pid] = reply.status
+            with contextlib.suppress(OSError):
+                while pid not in self.exits and self._await(end - time.monotonic()):
+                    reply, _ = self._reply()
+                    if reply is None:
+                        break
+                    self.exits[reply.pid] = reply.status
             return self.exits.get(pid)
 
     @property

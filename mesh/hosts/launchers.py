@@ -26,6 +26,7 @@ from ...kernels.errors import MeshError
 from ...kernels.network.authentication import code
 from ..launch.meeting import show, tasks_per_node
 from ..launch.secret import secret_of_user
+from ..rank.interrupts import uninterrupted
 
 _END_SECONDS = 5.0
 _ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
@@ -64,13 +65,14 @@ class SshLauncher(LocalLauncher):
 
 def started(command: Sequence[str], stdin: bytes) -> subprocess.Popen:
     """Start a process with this input, in its own session, so that Ctrl-C in this terminal does not reach it."""
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which will be noticed
-        process.stdin.write(stdin)
-        process.stdin.flush()
-    process.stdin.close()
-    return process
+    with uninterrupted():  # Ctrl-C would leave it to nobody, and waiting for its input
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which will be noticed
+            process.stdin.write(stdin)
+            process.stdin.flush()
+        process.stdin.close()
+        return process
 
 
 def end(process: subprocess.Popen) -> None:

@@ -60,7 +60,7 @@ class Meeting:
                 raise MeshError(f"host {name} can't be reached", got=str(error), remedy=remedy) from None
 
     def hosts(self) -> list[tuple[str, Link, Any]]:
-        """Wait for all hosts; returns each one's name, link and launcher's handle, which the caller then owns.
+        """Wait for all hosts; returns each one's name, link and launcher's handle (see `hand_over`).
 
         Raises:
             MeshError: a host does not come, or runs other versions.
@@ -79,10 +79,12 @@ class Meeting:
         mine = versions()
         for index, name in enumerate(names):
             self._compare(name, self._links[index], mine)
-        found = [(name, self._links[index], self._handles[index]) for index, name in enumerate(names)]
+        return [(name, self._links[index], self._handles[index]) for index, name in enumerate(names)]
+
+    def hand_over(self) -> None:
+        """Leave the links, and what was started, to the caller."""
         self._links.clear()
         self._handles.clear()
-        return found
 
     def _why_ended(self, index: int) -> str | None:
         poll = getattr(self._handles[index], "poll", None)  # of a `subprocess.Popen`, or of what is like one

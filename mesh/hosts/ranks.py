@@ -12,7 +12,7 @@ import itertools
 import json
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
 from ..launch.meeting import url
 from ..rank import descriptors
+from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 from . import protocol
 from .coded import framed
@@ -83,7 +84,7 @@ class HostRanks(Ranks):
         self._store_at = ("", 0)
 
     def start(self, size: int) -> None:
-        self._hosts = self._come(self.host_list, START_SECONDS)
+        self._come(self.host_list, range(len(self.host_list.names)), START_SECONDS)
         begun = [self._begun(index) for index in range(len(self._hosts))]
         refused = []
         for result in begun:
@@ -97,18 +98,22 @@ class HostRanks(Ranks):
             self._started(rank)
         self._tell_where()
 
-    def _come(self, host_list: HostList, seconds: float) -> list[RankHost]:
-        """Start hosts, and wait for them."""
+    def _come(self, host_list: HostList, indexes: Sequence[int], seconds: float) -> None:
+        """Start hosts, and wait for them; from now on they are those with these numbers."""
         meeting = (Dialling if host_list.dialled else Meeting)(host_list, self.secret, seconds, self._check_wanted)
         try:
             meeting.begin()
             if self._store is None:
                 self._keep_store(meeting)
             store = self._store_at if host_list.dialled else None
-            hosts = [RankHost(*found, store, self.inbox) for found in meeting.hosts()]
-            for host in hosts:
-                self._reading.add(host)
-            return hosts
+            found = meeting.hosts()
+            with uninterrupted():  # Ctrl-C would leave them to nobody
+                hosts = [RankHost(*one, store, self.inbox) for one in found]
+                for host in hosts:
+                    self._reading.add(host)
+                for index, host in zip(indexes, hosts, strict=True):
+                    self._hosts[index : index + 1] = [host]
+                meeting.hand_over()
         finally:
             meeting.close()
             meeting.stop()
@@ -263,11 +268,9 @@ class HostRanks(Ranks):
         for index in indexes:
             self._end(self._hosts[index])
         try:
-            hosts = self._come(self.host_list.only(indexes), AGAIN_SECONDS)
+            self._come(self.host_list.only(indexes), indexes, AGAIN_SECONDS)
         except MeshError as error:
             raise why from error
-        for index, host in zip(indexes, hosts, strict=True):
-            self._hosts[index] = host
 
     def _end(self, host: RankHost) -> None:
         host.close()

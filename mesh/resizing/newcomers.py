@@ -7,6 +7,7 @@ switch (`resize`) nothing in the mesh refers to them, so that giving them up cha
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -215,6 +216,30 @@ class Newcomers:
         if self.ranks.arena is not None:
             self.ranks.arena.answers.received[rank.rank] += 1
         return msg
+
+    def take_over(self, old: Any, listening: threading.Event) -> None:
+        """Have the old ranks end, in a thread, and show what these have printed, both once these are listened to."""
+        session = self._session
+        leave = functools.partial(self._let_leave, old, listening, session.leaving)
+        with uninterrupted():  # Ctrl-C would leave them to nobody
+            session.leaving = threading.Thread(target=leave, name="spmd-leaving", daemon=True)
+            try:
+                session.leaving.start()
+            except RuntimeError:  # the limit on processes is reached
+                session.leaving = None
+                leave()
+        self._await(listening)
+        self.show_printed()
+
+    def _let_leave(self, old: Any, listening: threading.Event, before: threading.Thread | None) -> None:
+        self._await(listening)
+        if before is not None:
+            before.join()
+        old.leave()
+
+    def _await(self, listening: threading.Event) -> None:
+        while not listening.wait(_LOOK_SECONDS) and self._session.closed is None:  # nothing listens to a closed mesh
+            pass
 
     def show_printed(self) -> None:
         """Show what they have printed so far."""

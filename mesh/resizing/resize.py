@@ -36,7 +36,6 @@ from .moved import Moved, MovedBetweenHosts, bytes_to_move
 from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")
-_CLOSED_SECONDS = 0.1  # how long it may take to see that the mesh was closed meanwhile
 
 
 @public
@@ -281,7 +280,7 @@ class Resizing:
                     listening = threading.Event()
                     driver.receiving.soon(functools.partial(self._listen, old.all, listening))
                     # These come in any case: a Ctrl-C that came until here is raised at the end of this block.
-                    switched.callback(self._leave, old, listening)
+                    switched.callback(self._newcomers.take_over, old, listening)
                     switch.callback(driver.shipped.tell_naming_values)
             for task in puts:
                 driver.debugging.wait(task)
@@ -290,17 +289,6 @@ class Resizing:
             del moved
         driver.check_open()
         return began
-
-    def _leave(self, old: Any, listening: threading.Event) -> None:
-        """Let the old ranks end, once the new ones are listened to."""
-        driver = self._driver
-        while not listening.wait(_CLOSED_SECONDS) and driver.closed is None:  # nothing listens to a closed mesh
-            pass
-        self._newcomers.show_printed()
-        if driver.leaving is not None:
-            driver.leaving.join()
-        driver.leaving = threading.Thread(target=old.leave, name="spmd-leaving", daemon=True)
-        driver.leaving.start()
 
     def _listen(self, gone: list[Any], done: threading.Event) -> None:
         """On the receiving thread: listen to the new ranks from now on."""

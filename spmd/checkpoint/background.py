@@ -51,6 +51,7 @@ _lock = threading.Lock()
 def start(path: Path, future: Saved, call: Callable[[], Any] | None = None) -> None:
     """Call in a thread, which the interpreter waits for before it ends; without `call` the future is done already."""
     if call is not None:
+        future.set_running_or_notify_cancel()  # what is being written can't be cancelled
         in_thread(future.complete, call)
     with _lock:  # not before: if no thread could be started, it would be waited for for ever
         _started.setdefault(path, []).append(future)

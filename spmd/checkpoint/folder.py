@@ -212,14 +212,14 @@ def open_plain(name: str, folder: str | Path | int) -> Any:
     Raises:
         Invalid: it is something else.
     """
-    with uninterrupted():  # Ctrl-C would leave a number to nobody
-        if isinstance(folder, int):
-            number = os.open(name, _PLAIN, dir_fd=folder)
-        else:
-            number = os.open(Path(folder, name), _PLAIN)
+    with uninterrupted(), contextlib.ExitStack() as closing:  # Ctrl-C would leave a number to nobody
+        at, path = (folder, name) if isinstance(folder, int) else (None, Path(folder, name))
+        number = os.open(path, _PLAIN, dir_fd=at)
+        closing.callback(os.close, number)
         if stat.S_ISREG(os.fstat(number).st_mode):
-            return os.fdopen(number, "rb", buffering=0)
-        os.close(number)
+            opened = os.fdopen(number, "rb", buffering=0)
+            closing.pop_all()
+            return opened
     raise Invalid("the file", "something else", "a plain file")
 
 

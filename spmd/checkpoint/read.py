@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,7 @@ from .tensor_file import Stored, header_length, stored
 TRIES = 50
 PAUSE_SECONDS = 0.01
 _PIECE = 1 << 20
+_OF_PROCESS = errno.EMFILE, errno.ENFILE, errno.ENOMEM  # errors that say nothing about the file
 
 
 class Damaged(SpmdError):
@@ -57,6 +60,7 @@ class Opened:
     def __init__(self, folder: Path):
         self.folder = folder
         self._closing = contextlib.ExitStack()
+        self._end = weakref.finalize(self, self._closing.close)  # also after Ctrl-C, if nobody has got it
         try:
             with uninterrupted():  # Ctrl-C would leave the number to nobody
                 self._at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -64,6 +68,8 @@ class Opened:
         except FileNotFoundError:
             raise Gone(f"there is no checkpoint {folder}", remedy="look at the path given to save") from None
         except OSError as error:
+            if error.errno in _OF_PROCESS:
+                raise
             raise Damaged(f"{folder} cannot be read", got=str(error)) from None
         except BaseException:
             self.close()
@@ -87,7 +93,7 @@ class Opened:
             raise
 
     def close(self) -> None:
-        self._closing.close()
+        self._end()
 
     def __enter__(self) -> Opened:
         return self
@@ -124,6 +130,9 @@ class Opened:
             field, got, expected = error.args
             raise Damaged(f"{file} is damaged: {field}", got=got, expected=expected) from None
         except OSError as error:
+            if error.errno in _OF_PROCESS:
+                error.filename = str(file)
+                raise
             raise Damaged(f"{file} cannot be read", got=f"{type(error).__name__}: {error}") from None
 
     def _open(self, name: str) -> Any:

@@ -127,7 +127,7 @@ def _chosen(path: Path) -> tuple[Opened | None, Any]:
 def _same(folder: Path, digest: str) -> Opened | Exception:
     try:
         opened = Opened(Path(os.path.normpath(folder)))
-    except (Damaged, Gone) as error:
+    except (Damaged, Gone, OSError) as error:
         return error
     if opened.digest == digest:
         return opened

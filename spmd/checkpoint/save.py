@@ -112,7 +112,11 @@ def _begun(
             _go_on(path, future, mesh, writing.finish)
         else:
             future.complete(writing.finish)
-    except Exception as error:
+    except BaseException as error:
+        if not (future.running() or future.done()):
+            writing.abandon(error)
+        if not isinstance(error, Exception):
+            raise
         future.set_exception(error)
         if background:
             _go_on(path, future, mesh)

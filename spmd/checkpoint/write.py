@@ -26,6 +26,7 @@ from ..mesh import protocol, strides
 from ..mesh.array import Array
 from ..mesh.driver.pending import WAITED_FOR, Pure, Task, aside
 from ..mesh.mesh import Mesh
+from ..mesh.rank.interrupts import uninterrupted
 from ..mesh.region import require
 from . import folder as folders
 from . import leaves, tensor_file
@@ -65,31 +66,29 @@ class Writing:
         self._first = mesh is None or mesh.is_driver or mesh.rank == 0
         self._background, self._manifest, self._tensors = background, manifest, tensors
         self._started = started
+        self._folder: Any = None  # until it is made
         self._ranks = 1 if mesh is None else mesh.size
         if background:
-            # Arrays never change, but the caller may write to plain tensors.
-            self._tensors = {key: _copied(value) for key, value in tensors.items()}
+            self._tensors = {key: _copied(value) for key, value in tensors.items()}  # the caller may write to them
 
     def start(self) -> None:
         """Have every rank begin to write, or, without `background`, write its file."""
         for left in reversed(range(TRIES)):
-            started = self._started if self._started is not None else attempt(begin, self._path, self._step)
-            self._folder, self._number = _result(started)
+            with uninterrupted():  # Ctrl-C would leave a folder to nobody
+                self._folder, self._number = _result(self._started or attempt(begin, self._path, self._step))
             self._pids = self._processes()
             if self._mesh is None:
                 return
             try:
                 self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
-                if self._survives:
-                    self._pids = [pid for _, pid in self._writers]
+                self._pids = [pid for _, pid in self._writers] if self._survives else self._pids
                 return
-            except BaseException as error:
-                if self._first:
-                    self._abandon(error)
-                if not (left and self._survives and isinstance(error, PeerLost)):
+            except PeerLost as error:
+                if not (left and self._survives):
                     raise
+                self.abandon(error)
 
-    def _abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Remove the folder; after Ctrl-C when the ranks have written, which else would fail the next call."""
         driver = self._mesh.driver if self._mesh is not None and self._mesh.is_driver else None
         try:
@@ -97,7 +96,8 @@ class Writing:
                 with contextlib.suppress(Exception), aside():
                     driver.wait(driver.submit(protocol.PassThrough, pure=Pure("a checkpoint"), handling=WAITED_FOR))
         finally:
-            folders.abandon(self._folder)
+            if self._folder is not None and self._first:
+                folders.abandon(self._folder)
 
     @property
     def _survives(self) -> bool:

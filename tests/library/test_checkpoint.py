@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
+import gc
 import os
 import resource
 import signal
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from bodies import never_finish_writing
+from internals import interrupt_restore_at_once
 from patience import HANGS
 from safetensors.torch import load_file
 from scripts import launched, run, script
@@ -307,6 +310,81 @@ def test_ctrl_c_while_one_begins_in_the_background(tmp_path: Path, monkeypatch: 
         patched.setattr(threading.Thread, "start", interrupted)
         save(tmp_path, {"w": 1}, background=True)
     assert restore(tmp_path) == {"w": 1}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("moment", ["the folder is there", "the ranks were told"])
+def test_ctrl_c_while_one_begins(
+    make_mesh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, moment: str
+) -> None:
+    """Nothing is left of it."""
+    mesh = make_mesh({"data": 2})
+    kind, name = (Path, "mkdir") if moment == "the folder is there" else (type(mesh), "run")
+    does = getattr(kind, name)
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        result = does(self, *args, **options)
+        if kind is not Path or ".tmp-" in self.name:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    value = put(torch.arange(4.0), mesh=mesh)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(kind, name, interrupted)
+        save(tmp_path, {"w": value}, background=background)
+    assert not [*tmp_path.iterdir()]
+    assert save(tmp_path, {"w": value}).result().name == "step-00000000" and mesh.run(int) == [0, 0]
+
+
+def test_ctrl_c_when_one_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are closed."""
+    save(tmp_path, {"w": torch.ones(2)})
+    restore(tmp_path)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) as raised:
+        interrupt_restore_at_once(patched)
+        restore(tmp_path)
+    del raised
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older checkpoint is not taken instead of the last one."""
+    for number in range(2):
+        save(tmp_path, {"w": torch.tensor(number)})
+    os_open = os.open
+
+    def open_few(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            monkeypatch.undo()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return os_open(path, *args, **options)
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "open", open_few)
+    with pytest.raises(OSError, match=r"Too many open files: '.*step-00000001/rank-00000.safetensors'"):
+        restore(tmp_path)
+    assert restore(tmp_path)["w"] == 1 and os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_system_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, {"w": 1})
+
+    def fails(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "fstat", fails)
+    with pytest.raises(SpmdError, match=r"cannot be read .*Stale file handle"):
+        restore(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_is_written_in_the_background_is_not_cancelled(tmp_path: Path) -> None:
+    future = save(tmp_path, {"w": 1}, background=True)
+    assert not future.cancel() and future.result(HANGS).exists()
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "2"])

@@ -27,6 +27,7 @@ from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
 from spmd.mesh import protocol, wire
 from spmd.mesh.array import meta
 from spmd.mesh.driver import open_sessions, ranks, receiving, spawn
+from spmd.mesh.hosts import launchers, meeting
 from spmd.mesh.rank import interrupts
 from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
@@ -528,6 +529,26 @@ def test_ctrl_c_while_a_mesh_is_made(monkeypatch, module, name):
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     with Mesh({"data": 1}) as mesh:
         assert mesh.run(int) == [0]
+
+
+def test_ctrl_c_when_all_hosts_have_come(monkeypatch):
+    """What was started there ends, and is waited for."""
+    handles, start, come = [], launchers.LocalLauncher.start, meeting.Meeting.hosts
+
+    def noted(self, *arguments):
+        handles.append(start(self, *arguments))
+        return handles[-1]
+
+    def all_come(self):
+        hosts = come(self)
+        signal.raise_signal(signal.SIGINT)
+        return hosts
+
+    monkeypatch.setattr(launchers.LocalLauncher, "start", noted)
+    monkeypatch.setattr(meeting.Meeting, "hosts", all_come)
+    with pytest.raises(KeyboardInterrupt):
+        Mesh({"data": 2}, hosts="local:2x1")
+    assert len(handles) == 2 and None not in [handle.returncode for handle in handles]
 
 
 def children_of_zygote():

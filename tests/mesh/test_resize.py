@@ -351,6 +351,21 @@ def test_ctrl_c_at_the_switch_to_new_ranks(mesh: Mesh, monkeypatch: pytest.Monke
     assert end_within(HANGS, before)
 
 
+def test_ctrl_c_when_the_old_ranks_are_to_leave(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end, and leave nothing open."""
+    show, before, opened = mesh.driver.receiving.show, mesh.driver.pids, len(os.listdir("/proc/self/fd"))
+
+    def interrupted(*what: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        show(*what)
+
+    monkeypatch.setattr(mesh.driver.receiving, "show", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mesh.resize({"data": 1})
+    assert mesh.run(int) == [0] and end_within(HANGS, before)
+    assert until(lambda: len(os.listdir("/proc/self/fd")) < opened)
+
+
 def test_ctrl_c_when_the_new_ranks_have_just_begun(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are ended, although nothing waits for them yet."""
     newcomers, begin, made = newcomers_class(), threading.Thread.start, []

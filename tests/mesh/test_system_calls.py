@@ -16,7 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from internals import close_control_of_zygote, interrupt_wait_for_end, refuse_next_message, zygote_of
+from internals import (
+    close_control_of_zygote,
+    interrupt_wait_for_end,
+    lose_next_reply_of_zygote,
+    refuse_next_message,
+    zygote_of,
+)
 from patience import HANGS, end_within
 from scripts import run
 
@@ -153,6 +159,19 @@ def test_a_zygote_that_cannot_be_asked_any_more_and_does_not_end(
     close_control_of_zygote(mesh, monkeypatch)
     other = make_mesh({"data": 1})  # its rank is forked from the zygote that stood by
     assert put(torch.arange(3), mesh=other).full().tolist() == x.full().tolist() == [0, 1, 2]
+
+
+def test_a_zygote_whose_reply_is_lost(make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says next is not taken for that reply: another one takes its place, with other ranks."""
+    mesh = make_mesh({"data": 1})
+    x = put(torch.arange(3), mesh=mesh)
+    lose_next_reply_of_zygote(monkeypatch)
+    with pytest.raises(MeshError, match="no memory left for a mesh"):
+        mesh.resize({"data": 2})
+    mesh.resize({"data": 2})
+    os.kill(mesh.driver.pids[1], signal.SIGKILL)
+    add = spmd(lambda x: psum(x, "data"), mesh=mesh)
+    assert add(x).full().tolist() == [0, 2, 4] and x.full().tolist() == [0, 1, 2]
 
 
 def test_a_mesh_that_is_interrupted_while_it_closes_is_closed(make_mesh: Callable[..., Mesh]) -> None:
