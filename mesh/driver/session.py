@@ -259,19 +259,19 @@ class DriverSession(Owned):
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait(self, task: Task) -> Task:
-        """Wait until a task is settled; raises its failure. Ctrl-C interrupts the ranks."""
+    def wait(self, task: Task, *, raises: bool = True) -> Task:
+        """Wait until a task is settled; raises its failure (`raises`). Ctrl-C interrupts the ranks."""
         self.check_owner()
         self._interruptibly(lambda: self._recovery.answers.wait(task, LOOK_SECONDS) or self.debugging.wait(task))
-        if task.failure is not None:
+        if raises and task.failure is not None:
             with self.lock:
                 self.pending.report(task)
         return task
 
     def in_flight(self, task: Task) -> None:
         """Note an asynchronous region, and wait for the oldest if there are too many."""
-        for oldest in self._flight.add(task):
-            self.wait(oldest)
+        for oldest in self._flight.add(task):  # the failure of another thread's is raised there
+            self.wait(oldest, raises=oldest.caller is threading.current_thread())
 
     def raise_failure(self, *, closing: bool = False) -> None:
         """Raise an error that this thread has not seen, or that nobody has seen if the mesh is closing."""
