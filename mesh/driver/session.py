@@ -83,7 +83,7 @@ class DriverSession(Owned):
         self.resizing: Any = None  # a resize whose new ranks are getting ready; see `resizing`
         self.resize_lock = threading.RLock()  # held while the mesh's size is changed, or relied on
         self.leaving: threading.Thread | None = None  # waits for the end of ranks that a resize has told to leave
-        self.switching = 0  # id of the thread that is exchanging the ranks; others wait meanwhile
+        self.switching = threading.get_ident()  # the thread that starts or exchanges the ranks; others wait; 0: none
         with contextlib.ExitStack() as undo:
             undo.callback(self.receiving.close, [])
             self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
@@ -99,6 +99,7 @@ class DriverSession(Owned):
             self.receiving.start()
             self.uncopied.copy_to_hosts(self)
             open_sessions.add(self)
+        self.switching = 0
 
     def _new_node(self) -> Any:
         key, elsewhere = self.ranks.request.key, self.ranks.elsewhere

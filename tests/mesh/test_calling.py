@@ -537,6 +537,23 @@ def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mes
     assert float(step(one)) == 1
 
 
+def test_a_call_waits_for_another_thread_that_restarts_the_mesh(make_mesh, monkeypatch):
+    mesh = make_mesh({"data": 2}, timeout=20)
+    step, found, threads = spmd(lambda x: psum(x, "data"), mesh=mesh), [], []
+    start = type(mesh.driver).start
+
+    def started(driver):
+        threads.append(threading.Thread(target=lambda: found.append(float(step(torch.ones(()))))))
+        threads[0].start()
+        threads[0].join(0.3)
+        start(driver)
+
+    monkeypatch.setattr(type(mesh.driver), "start", started)
+    mesh.restart()
+    threads[0].join(30)
+    assert found == [2] and float(step(torch.ones(()))) == 2
+
+
 def test_threads_make_calls_that_failed_again_at_once(make_mesh):
     """Each is made again by one of them, with its own number."""
     state, ended = make_mesh({"data": 1}).run_state, []
