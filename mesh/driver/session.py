@@ -314,7 +314,7 @@ class DriverSession(Owned):
             if waits:
                 open_sessions.finish_tasks(self)
             self.raise_failure(closing=True)
-            self.node.caller.raise_unseen()
+            self.node.caller.raise_unseen(closing=True)
         finally:
             self.node.close(why)  # first, so that the end of a rank is not taken for its death
             with self.lock:
