@@ -554,6 +554,22 @@ def test_a_call_waits_for_another_thread_that_restarts_the_mesh(make_mesh, monke
     assert found == [2] and float(step(torch.ones(()))) == 2
 
 
+def test_threads_restart_a_mesh_at_once(make_mesh):
+    mesh, ended = make_mesh({"data": 2}), []
+
+    def restart():
+        for _ in range(3):
+            mesh.restart()
+        ended.append(True)
+
+    threads = [threading.Thread(target=restart) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ended == [True, True] and mesh.run(lambda: 1) == [1, 1]
+
+
 def test_threads_make_calls_that_failed_again_at_once(make_mesh):
     """Each is made again by one of them, with its own number."""
     state, ended = make_mesh({"data": 1}).run_state, []
