@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ class Ambient:
         autocast: for each type of device under autocast.
         anomaly: None, or whether anomaly detection also looks for NaN.
         dtype: torch's default dtype.
-        counting: the ranks are to count their collectives.
+        counting: the thread for which the ranks are to count their collectives; 0 for none.
         deterministic: None, or whether torch's deterministic algorithms only warn where there is none. None leaves a
             rank as it is, since the program may have set it there with `mesh.run`.
         precision: of products in float32 (`torch.set_float32_matmul_precision`); None as for `deterministic`.
@@ -52,7 +53,7 @@ class Ambient:
     autocast: tuple[Autocast, ...]
     anomaly: bool | None
     dtype: torch.dtype
-    counting: bool = False
+    counting: int = 0
     deterministic: bool | None = None
     precision: str | None = None
 
@@ -63,7 +64,8 @@ _USUAL = Ambient(grad=True, autocast=(), anomaly=None, dtype=torch.float32)
 def ambient() -> Ambient | None:
     """The settings here and now; None for the usual ones."""
     autocast = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    grad, dtype, counting = torch.is_grad_enabled(), torch.get_default_dtype(), bool(counted.thread.asked)
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    counting = threading.get_ident() if counted.thread.asked else 0
     anomaly = torch.is_anomaly_check_nan_enabled() if torch.is_anomaly_enabled() else None
     deterministic = None
     if torch.are_deterministic_algorithms_enabled():
@@ -111,7 +113,7 @@ def _under(settings: Ambient) -> Iterator[None]:
         if settings.anomaly is not None:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=settings.anomaly))
         if settings.counting:
-            stack.enter_context(counted.body_counted())
+            stack.enter_context(counted.body_counted(settings.counting))
         if settings.deterministic is not None:
             stack.enter_context(_of_process(_deterministic, settings.deterministic))
         if settings.precision is not None:

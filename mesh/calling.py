@@ -91,21 +91,22 @@ def call(
     leaves, treedef = flat or calls.flatten(tree)
     ready = _ready(mesh, callee, calls, tree, leaves, treedef, settings)
     deal, spans, name = ready.deal, ready.spans, callee.program.name
-    is_donated = [leaf.donated for leaf in ready.plan.leaves] if callee.donates else ()
+    if mesh.is_driver:
+        session.raise_failure()  # an earlier call's, before this one gets its number
+    this = session.run_state.begin_call(name, counted=deal is None)
+    key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
+    given = spans if callee.donates else ()
     try:
-        if mesh.is_driver:
-            session.raise_failure()  # an earlier call's, before this one gets its number
-        this = session.run_state.begin_call(name, counted=deal is None)
-        key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
-        try:
-            compiled = _compiled(mesh, session, callee, calls, ready)
-            results = compiled(ready.leaves, spans, key, this, check=callee.check)
-        except BaseException:
-            session.run_state.fail_call(this)
-            raise
-    finally:  # a call that fails may have begun to overwrite what was donated
-        if callee.donates:
-            donate(spans, is_donated, name)
+        compiled = _compiled(mesh, session, callee, calls, ready)
+        if mesh.is_driver:  # before it is sent: another thread's call that reads them would come too late
+            donate(given, ready.plan, name)
+        results = compiled(ready.leaves, spans, key, this, check=callee.check)
+    except BaseException:
+        session.run_state.fail_call(this)
+        raise
+    finally:  # a call that fails may have begun to overwrite them
+        if not mesh.is_driver:
+            donate(given, ready.plan, name)
     calls.add(ready.signature, compiled)
     return results
 

@@ -132,6 +132,7 @@ class Mesh:
         self._layout, self.seed, self.timeout, self.grace, self.device = layout, seed, timeout, grace, "cpu"
         self.on_loss, self._depth, self.most_ranks = on_loss, 0, layout.size  # the most so far
         self.at_close: list[Future] = []  # what to wait for before the ranks are stopped
+        self._restarting = threading.RLock()
         self._rank_session = self._driver = self.hosts = None
 
     @classmethod
@@ -267,8 +268,9 @@ class Mesh:
             MeshError: called on a rank.
         """
         self.check_driver("restart", "end the job and launch it again")
-        self.driver.shut(lost_values.RESTARTED, "make them again")
-        self._start()
+        with self._restarting:
+            self.driver.shut(lost_values.RESTARTED, "make them again")
+            self._start()
 
     stacks, status = stacks.stacks, status.status
     resize, retire = resizing.resize, resizing.retire

@@ -312,14 +312,10 @@ def passable(mesh: Any, leaves: Sequence[Any], spans: Sequence[Span]) -> bool:
     )
 
 
-def donate(spans: Sequence[Span], is_donated: Sequence[bool], name: str) -> None:
-    """Note that some arguments were donated to a function.
-
-    Args:
-        is_donated: of each leaf, whether it is one of them.
-    """
+def donate(spans: Sequence[Span], plan: InputPlan, name: str) -> None:
+    """Note that some arguments were donated to a function."""
     for source, at, start, stop in spans:
         if source is not None:
             source.donated.update(
-                {index: name for index, given in zip(range(start, stop), is_donated[at:], strict=False) if given}
+                {index: name for index, leaf in zip(range(start, stop), plan.leaves[at:], strict=False) if leaf.donated}
             )

@@ -77,6 +77,7 @@ class RunState:
         self._seen: Started | None = None  # what was seen to fail then, if a call had started it
         self._recent: deque[Call] = deque(maxlen=RECENT_CALLS)
         self._failed_calls: list[Call] = []  # their numbers are used when they are made again
+        self._lock = threading.RLock()  # several threads may make calls, and handlers of signals
 
     @property
     def position(self) -> tuple[int, int]:
@@ -98,21 +99,22 @@ class RunState:
         """
         if self._here.operation:
             return Call(name, -self._here.operation)
-        RunState.turns += 1
-        if self.failed is not None:
-            self._fail_recent()
-        if self.failed is None or name == self._last_called:
-            self.failed, self._last_called = None, name
-        if not counted:
-            return Call(name, 0)
-        again = next((call for call in self._failed_calls if call.name == name), None)
-        if again is None:
-            self._calls += 1
-        else:
-            self._failed_calls.remove(again)
-        call = Call(name, self._calls if again is None else again.number)
-        self._recent.append(call)
-        return call
+        with self._lock:
+            RunState.turns += 1
+            if self.failed is not None:
+                self._fail_recent()
+            if self.failed is None or name == self._last_called:
+                self.failed, self._last_called = None, name
+            if not counted:
+                return Call(name, 0)
+            again = next((call for call in self._failed_calls if call.name == name), None)
+            if again is None:
+                self._calls += 1
+            else:
+                self._failed_calls.remove(again)
+            call = Call(name, self._calls if again is None else again.number)
+            self._recent.append(call)
+            return call
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -120,8 +122,9 @@ class RunState:
 
         Those that other threads make meanwhile may be steps.
         """
-        self._operations += 1
-        before, self._here.operation = self._here.operation, self._operations
+        with self._lock:
+            self._operations += 1
+            before, self._here.operation = self._here.operation, self._operations
         try:
             yield
         finally:
@@ -129,10 +132,11 @@ class RunState:
 
     def fail_call(self, call: Call) -> None:
         """A call has failed: the next one of this function is the same call made again."""
-        if call in self._recent:
-            self._recent.remove(call)
-            call.started = None  # it holds what the ranks have answered
-            self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)[-FAILED_CALLS:]
+        with self._lock:
+            if call in self._recent:
+                self._recent.remove(call)
+                call.started = None  # it holds what the ranks have answered
+                self._failed_calls = sorted([*self._failed_calls, call], key=lambda call: call.number)[-FAILED_CALLS:]
 
     def _fail_recent(self) -> None:
         """Note as failed the recent call whose failure was seen, and later ones that failed too; not earlier ones."""
@@ -148,8 +152,9 @@ class RunState:
             return -self._here.operation
         if self._here.draws_nothing:
             return self._runs + 1
-        self._runs += 1
-        return self._runs
+        with self._lock:
+            self._runs += 1
+            return self._runs
 
     def note_failure(self, started: Started | None = None) -> None:
         """Note that somebody has seen a call fail, or what it `started`."""

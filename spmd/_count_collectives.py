@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 from .mesh.rank.counted import Counts, asked_in, counted_in, take, taken_meshes, thread
@@ -49,13 +50,13 @@ def count_collectives() -> Iterator[Counts]:
 
 
 def _collect(into: Sequence[Counts]) -> None:
-    """Ask rank 0 of each of a driver's meshes for its counts; a launched rank counts in this process."""
+    """Ask rank 0 of each of a driver's meshes for this thread's counts; a launched rank counts in this process."""
     with asked_in():
         for mesh in taken_meshes():
             if not mesh.is_driver or mesh.closed:
                 continue
             with mesh.run_state.aside():
-                found = mesh.run(take)[0]
+                found = mesh.run(take, threading.get_ident())[0]
             for counts in into:
                 for one in found:
                     counts.note(one)

@@ -167,6 +167,7 @@ class ShippedObjects:
         """Send the ranks what they need besides the function: the module path, and source lines for tracebacks."""
         self.modules.notice()
         sources = snapshot.typed_sources(function)
+        self._session.ready()
         with self._session.lock, uninterrupted():
             if self._path != sys.path:
                 self._path = list(sys.path)

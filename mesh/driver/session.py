@@ -83,7 +83,7 @@ class DriverSession(Owned):
         self.resizing: Any = None  # a resize whose new ranks are getting ready; see `resizing`
         self.resize_lock = threading.RLock()  # held while the mesh's size is changed, or relied on
         self.leaving: threading.Thread | None = None  # waits for the end of ranks that a resize has told to leave
-        self.switching = 0  # id of the thread that is exchanging the ranks; others wait meanwhile
+        self.switching = threading.get_ident()  # the thread that starts or exchanges the ranks; others wait; 0: none
         with contextlib.ExitStack() as undo:
             undo.callback(self.receiving.close, [])
             self.ranks = ranks_of(mesh.hosts, layout, self.options, self.receiving)
@@ -99,6 +99,7 @@ class DriverSession(Owned):
             self.receiving.start()
             self.uncopied.copy_to_hosts(self)
             open_sessions.add(self)
+        self.switching = 0
 
     def _new_node(self) -> Any:
         key, elsewhere = self.ranks.request.key, self.ranks.elsewhere
@@ -259,19 +260,19 @@ class DriverSession(Owned):
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait(self, task: Task) -> Task:
-        """Wait until a task is settled; raises its failure. Ctrl-C interrupts the ranks."""
+    def wait(self, task: Task, *, raises: bool = True) -> Task:
+        """Wait until a task is settled; raises its failure (`raises`). Ctrl-C interrupts the ranks."""
         self.check_owner()
         self._interruptibly(lambda: self._recovery.answers.wait(task, LOOK_SECONDS) or self.debugging.wait(task))
-        if task.failure is not None:
+        if raises and task.failure is not None:
             with self.lock:
                 self.pending.report(task)
         return task
 
     def in_flight(self, task: Task) -> None:
         """Note an asynchronous region, and wait for the oldest if there are too many."""
-        for oldest in self._flight.add(task):
-            self.wait(oldest)
+        for oldest in self._flight.add(task):  # the failure of another thread's is raised there
+            self.wait(oldest, raises=oldest.caller is threading.current_thread())
 
     def raise_failure(self, *, closing: bool = False) -> None:
         """Raise an error that this thread has not seen, or that nobody has seen if the mesh is closing."""
@@ -313,7 +314,7 @@ class DriverSession(Owned):
             if waits:
                 open_sessions.finish_tasks(self)
             self.raise_failure(closing=True)
-            self.node.caller.raise_unseen()
+            self.node.caller.raise_unseen(closing=True)
         finally:
             self.node.close(why)  # first, so that the end of a rank is not taken for its death
             with self.lock:

@@ -109,7 +109,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-_kept = Counts()  # on a driver's rank: collectives of the calls that the driver wants counted
+_kept: dict[int, Counts] = {}  # on a driver's rank: collectives of the calls that a thread of the driver wants counted
 
 
 @contextlib.contextmanager
@@ -133,9 +133,9 @@ def asked_in(*counts: Counts) -> Iterator[None]:
         thread.asked = before
 
 
-def body_counted() -> contextlib.AbstractContextManager[None]:
-    """Around a body to be counted: on a launched rank for whoever asked, on a driver's rank until the driver asks."""
-    return counted_in(*(thread.asked or [_kept]))
+def body_counted(caller: int) -> contextlib.AbstractContextManager[None]:
+    """Around a body to be counted: on a launched rank for whoever asked, on a driver's rank until its thread asks."""
+    return counted_in(*(thread.asked or [_kept.setdefault(caller, Counts())]))
 
 
 def is_counting() -> bool:
@@ -150,11 +150,9 @@ def note(operation: str, axes: tuple[str, ...], nbytes: int) -> None:
         counts.note(one)
 
 
-def take() -> tuple[Collective, ...]:
-    """What this rank has counted for its driver since it was last asked."""
-    global _kept
-    taken, _kept = _kept, Counts()
-    return taken.collectives
+def take(caller: int) -> tuple[Collective, ...]:
+    """What this rank has counted for a thread of its driver since that last asked."""
+    return _kept.pop(caller, Counts()).collectives
 
 
 def note_mesh(mesh: Any) -> None:

@@ -2,7 +2,7 @@
 
 Invariants: calls of one thread go out in order; at most `CALLS` calls, with `BYTES` of arguments, are unanswered at one
 process, and a thread that would send more waits; results that are arguments of a call are kept until that call is
-answered; an error that nobody has asked for is raised at the next call, or when the mesh is closed.
+answered; an error that nobody has asked for is raised at its thread's next call, or when the mesh is closed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ a Ctrl-C that came during one would be lost, and what had to be released would s
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from concurrent.futures import CancelledError
@@ -17,6 +18,7 @@ from .protocol import Name, NodeId, Release
 from .reference import Unseen
 from .restoring import Restoring
 
+THREADS = 64  # of so many the error of a call is kept that nobody can ask for
 RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
 
 
@@ -48,7 +50,7 @@ class Gone:
         self._garbage: deque[Watch] = deque()  # filled by the garbage collector, which may run at any moment
         self._results: deque[tuple[NodeId, int]] = deque()
         self._objects: deque[tuple[NodeId, Name]] = deque()
-        self._unseen: deque[BaseException] = deque(maxlen=1)
+        self._unseen: dict[threading.Thread, BaseException] = {}  # the last one of each thread's calls
 
     @property
     def watching(self) -> bool:
@@ -98,13 +100,23 @@ class Gone:
         with self._post.lock:
             error, unseen.error = unseen.error, None
             if error is not None and not isinstance(error, CancelledError) and self._post.closed is None:
-                self._unseen.append(error)
+                self._unseen[unseen.caller] = error
+                if len(self._unseen) > THREADS:
+                    del self._unseen[next(iter(self._unseen))]
 
-    def raise_unseen(self) -> None:
-        """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more."""
+    def raise_unseen(self, *, closing: bool = False) -> None:
+        """Raise the error of a call whose Ref is gone, so that nobody can ask for it any more.
+
+        It is raised by the thread that made the call; by any if that has ended, or if the mesh is closing.
+        """
         self.sort()
-        if self._unseen:
-            raise self._unseen.popleft()
+        if not self._unseen:
+            return
+        this = threading.current_thread()
+        with self._post.lock:
+            for thread in self._unseen:
+                if closing or thread is this or not thread.is_alive():
+                    raise self._unseen.pop(thread)
 
     def results_of(self, owner: NodeId) -> tuple[int, ...]:
         """The results of one rank that are no longer needed; those of other ranks stay in the queue."""

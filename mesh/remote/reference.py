@@ -7,6 +7,7 @@ caller has the Ref, or has a call under way that the Ref was passed to.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
@@ -34,11 +35,13 @@ class Unseen:
     Attributes:
         error: None if there is none, or `seen`.
         seen: somebody has asked for it, or was given it, so that it is not lost.
+        caller: the thread that made the call.
     """
 
-    __slots__ = ("error", "seen")
+    __slots__ = ("caller", "error", "seen")
 
     def __init__(self) -> None:
+        self.caller = threading.current_thread()
         self.error: BaseException | None = None
         self.seen = False
 

@@ -174,7 +174,7 @@ def _host_list(mesh: MeshView, layout: Layout, leaving: Collection[int]) -> Host
 
 
 def _check_remote(driver: DriverSession) -> None:
-    driver.node.caller.raise_unseen()
+    driver.node.caller.raise_unseen(closing=True)
     if driver.node.in_use:
         problem = "a mesh on whose ranks objects of mesh.remote live cannot be resized"
         raise MeshError(problem, where=driver.describe(), remedy="make them on a mesh of their own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,27 @@ def test_not_those_of_other_calls(shared_mesh: Callable[..., Mesh]) -> None:
     with count_collectives() as counts:
         pass
     assert len(counts) == 0 and x.shape == (2,)
+
+
+def test_threads_count_their_own_calls(shared_mesh: Callable[..., Mesh]) -> None:
+    @spmd.spmd(mesh=shared_mesh({"data": 2}))
+    def step(x):
+        return psum(x, "data")
+
+    found = []
+
+    def count() -> None:
+        with count_collectives() as counts:
+            step(torch.ones(3))
+            step(torch.ones(3))
+        found.append(counts.bytes)
+
+    thread = threading.Thread(target=count)
+    with count_collectives() as counts:
+        step(torch.ones(()))
+        thread.start()
+        thread.join(60)
+    assert (counts.bytes, found) == (4, [24])
 
 
 def test_collectives_of_torch(shared_mesh: Callable[..., Mesh]) -> None:

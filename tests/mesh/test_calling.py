@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -501,3 +503,90 @@ def test_a_call_that_another_threads_failure_stops_says_so(make_mesh):
         float(step(one))
     thread.join(10)
     assert own and float(step(one)) == 2
+
+
+def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mesh):
+    """Of calls under way there are few: a call waits for the oldest, whoever made it."""
+    mesh = make_mesh({"data": 2})
+
+    def run(x):
+        time.sleep(0.3)
+        return 1 / x if x.item() else 1 // int(x)
+
+    step, one, failed = spmd(run, mesh=mesh), torch.ones(()), []
+    for _ in range(2):  # later calls do not wait
+        float(step(one))
+
+    def call():
+        failed.append(step(torch.zeros(())))
+        begun.set()
+        assert on.wait(20)
+        with pytest.raises(ZeroDivisionError):
+            step(one)
+
+    begun, on, thread = threading.Event(), threading.Event(), threading.Thread(target=call)
+    thread.start()
+    assert begun.wait(10)
+    results = []
+    with contextlib.suppress(MeshError):  # the calls that this failure stops
+        for _ in range(3):
+            results.append(step(one))
+    on.set()
+    thread.join(10)
+    assert failed and results
+    assert float(step(one)) == 1
+
+
+def test_a_call_waits_for_another_thread_that_restarts_the_mesh(make_mesh, monkeypatch):
+    mesh = make_mesh({"data": 2}, timeout=20)
+    step, found, threads = spmd(lambda x: psum(x, "data"), mesh=mesh), [], []
+    start = type(mesh.driver).start
+
+    def started(driver):
+        threads.append(threading.Thread(target=lambda: found.append(float(step(torch.ones(()))))))
+        threads[0].start()
+        threads[0].join(0.3)
+        start(driver)
+
+    monkeypatch.setattr(type(mesh.driver), "start", started)
+    mesh.restart()
+    threads[0].join(30)
+    assert found == [2] and float(step(torch.ones(()))) == 2
+
+
+def test_threads_restart_a_mesh_at_once(make_mesh):
+    mesh, ended = make_mesh({"data": 2}), []
+
+    def restart():
+        for _ in range(3):
+            mesh.restart()
+        ended.append(True)
+
+    threads = [threading.Thread(target=restart) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert ended == [True, True] and mesh.run(lambda: 1) == [1, 1]
+
+
+def test_threads_make_calls_that_failed_again_at_once(make_mesh):
+    """Each is made again by one of them, with its own number."""
+    state, ended = make_mesh({"data": 1}).run_state, []
+
+    def call():
+        for _ in range(300):
+            state.fail_call(state.begin_call("step", counted=True))
+        ended.append(True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(ended) == 4

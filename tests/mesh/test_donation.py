@@ -2,10 +2,13 @@
 
 import contextlib
 import sys
+import threading
+import time
 
 import cloudpickle
 import pytest
 import torch
+from patience import until
 from torch import nn, optim
 
 from spmd import SpecError, fetch, functional, optimizer, put, spmd
@@ -61,6 +64,28 @@ def test_the_same_bits_in_the_same_place(shared_mesh, backend, shard, cls, hyper
     # The first call's arguments were put there and own nothing; from then on everything stays where it is.
     assert places[1] == places[0] == places[3]
     assert fresh[1] != fresh[0]
+
+
+def test_another_thread_may_not_use_what_a_call_under_way_was_given(shared_mesh, tmp_path):
+    """The call goes on."""
+    mesh = shared_mesh({"data": 2})
+    opt, begun, found = optimizer(optim.SGD, lr=1.0), tmp_path / "begun", []
+
+    @spmd(mesh=mesh, donate=("params", "state"))
+    def step(params, state):
+        params, state = opt.step(params, params, state)
+        begun.touch()
+        time.sleep(0.5)
+        return params, state
+
+    params = {"w": put(torch.ones(9), mesh=mesh)}
+    thread = threading.Thread(target=lambda: found.append(step(params, opt.init(params))))
+    thread.start()
+    assert until(begun.exists)
+    with pytest.raises(SpecError, match="this Array was donated to step"):
+        fetch(spmd(lambda w: w + 1, mesh=mesh)(params["w"]))
+    thread.join(10)
+    assert torch.equal(found[0][0]["w"].full(), torch.zeros(9))
 
 
 def test_a_tensor_is_refused_after_its_memory_was_taken(shared_mesh):

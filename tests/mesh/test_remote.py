@@ -194,6 +194,33 @@ def test_an_error_that_nobody_asks_for_is_raised_at_the_next_call(mesh: Mesh) ->
         assert counter.get().get() == 0, "it was raised already"
 
 
+def test_an_error_that_nobody_asks_for_is_raised_in_its_thread(mesh: Mesh) -> None:
+    counter, ended = mesh.remote(Counter), []
+
+    def drop(text: str) -> None:
+        failed = counter.fail(text)
+        assert until(failed.done)
+
+    def call() -> None:
+        drop("of another thread")
+        dropped.set()
+        assert on.wait(20)
+        with pytest.raises(LookupError, match="of another thread"):
+            counter.get()
+        drop("at its end")
+        ended.append(True)
+
+    dropped, on, thread = threading.Event(), threading.Event(), threading.Thread(target=call)
+    thread.start()
+    assert dropped.wait(20)
+    assert counter.get().get() == 0
+    on.set()
+    thread.join(20)
+    assert ended
+    with pytest.raises(LookupError, match="at its end"):
+        counter.get()
+
+
 def test_results_go_from_rank_to_rank(mesh: Mesh) -> None:
     first, second = mesh.remote(Tensors, rank=0), mesh.remote(Tensors, rank=1)
     small, large = first.make(3, 2.0), first.make(1 << 18, 1.0)
