@@ -633,3 +633,19 @@ def interrupt_restore_at_once(monkeypatch: Any) -> None:
     from spmd.checkpoint import read
 
     monkeypatch.setattr(read.Opened, "__enter__", lambda _: signal.raise_signal(signal.SIGINT))
+
+
+def die_in_next_connection(pid: int) -> None:
+    """A rank with this process dies while this one connects to it over Gloo."""
+    import os
+
+    from spmd.kernels.network import gloo_group
+
+    connect = gloo_group.connect
+
+    def broken(*args: Any) -> Any:
+        gloo_group.connect = connect
+        os.kill(pid, signal.SIGKILL)
+        raise RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer")
+
+    gloo_group.connect = broken

@@ -101,6 +101,7 @@ class GlooCommunicator(NetworkedCommunicator):
         except PeerLost:
             raise
         except RuntimeError as error:
+            self._look_for_death()
             raise self._unconnected(_reason(error)) from None
 
     def _wait(self, connected: Callable[[], bool]) -> None:

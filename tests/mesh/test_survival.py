@@ -20,6 +20,7 @@ from internals import (
     arena_bytes,
     asked_by_a_rank_that_ended,
     asked_of_a_lost_zygote,
+    die_in_next_connection,
     lose_value,
     zygote_of,
     zygote_that_stands_by,
@@ -688,3 +689,10 @@ def test_a_rank_is_killed_while_it_writes_to_the_store(make_mesh, left: int) -> 
     kill(mesh, [0, 1])
     assert total(torch.ones(1)).item() == 2
     assert mesh.run(lambda: float(mesh.comm(ranks=[1, 0]).all_reduced(torch.ones(1)))) == [2, 2]
+
+
+def test_a_death_while_a_group_opens_is_none_of_the_steps_errors(make_mesh):
+    """What the other rank makes of its broken connection is not: the call runs again."""
+    mesh = make_mesh({"data": 2}, backend="gloo", timeout=60)
+    mesh.run(die_in_next_connection, mesh.run(os.getpid)[0], ranks=[1])
+    assert spmd(lambda x: psum(x, "data"), mesh=mesh)(torch.ones(())).item() == 2
