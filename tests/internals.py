@@ -649,3 +649,10 @@ def die_in_next_connection(pid: int) -> None:
         raise RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer")
 
     gloo_group.connect = broken
+
+
+def interrupt_again_after(seconds: float) -> None:
+    """How long this rank puts off an interrupt that comes at a bad moment."""
+    from spmd.mesh.rank import worker
+
+    worker.AGAIN_SECONDS = seconds

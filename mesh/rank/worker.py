@@ -58,8 +58,8 @@ class Worker(Owned):
         self._failed = self._running = self._ends = False
         self._held: Any = None  # until the process ends
         self._interrupted_at = 0.0
-        self._asked = 0, 0.0  # the task that was last to be interrupted, and since when
-        self.task = 0
+        self._asked = 0, 0.0  # the attempt that was last to be interrupted, and since when
+        self.task = self._attempts = 0  # a task that runs again is another attempt
         self._sent = 0  # messages over the socket
         self._sending = threading.Lock()
 
@@ -133,6 +133,7 @@ class Worker(Owned):
         if self._failed:
             return self._packed(protocol.Skipped(task.number))
         state, self.task = self._state, task.number
+        self._attempts += 1
         answer: wire.Packet | protocol.Unchanged
         try:
             pure = isinstance(task, protocol.CallProgram)
@@ -219,18 +220,18 @@ class Worker(Owned):
         now = time.monotonic()
         if not self._running or now - self._interrupted_at <= INTERRUPT_SECONDS:
             return
-        if self._asked[0] != self.task:
-            self._asked = self.task, now
+        if self._asked[0] != self._attempts:
+            self._asked = self._attempts, now
         if _is_bad_moment(frame, in_block=now - self._asked[1] < BLOCK_SECONDS):
             # Not by `threading`: what was stopped by this signal may hold a lock of that module.
-            _thread.start_new_thread(self._interrupt_again, (self.task,))
+            _thread.start_new_thread(self._interrupt_again, (self._attempts,))
             return
         self._interrupted_at, self._asked = now, (0, 0.0)
         raise KeyboardInterrupt
 
-    def _interrupt_again(self, task: int) -> None:
+    def _interrupt_again(self, attempt: int) -> None:
         time.sleep(AGAIN_SECONDS)
-        if self._running and self.task == task:
+        if self._running and self._attempts == attempt:
             os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -21,6 +21,7 @@ from internals import (
     asked_by_a_rank_that_ended,
     asked_of_a_lost_zygote,
     die_in_next_connection,
+    interrupt_again_after,
     lose_value,
     zygote_of,
     zygote_that_stands_by,
@@ -696,3 +697,24 @@ def test_a_death_while_a_group_opens_is_none_of_the_steps_errors(make_mesh):
     mesh = make_mesh({"data": 2}, backend="gloo", timeout=60)
     mesh.run(die_in_next_connection, mesh.run(os.getpid)[0], ranks=[1])
     assert spmd(lambda x: psum(x, "data"), mesh=mesh)(torch.ones(())).item() == 2
+
+
+def test_an_interrupt_that_was_put_off_is_not_for_the_call_made_again(make_mesh, tmp_path: Path) -> None:
+    """A rank that imports a module when another one dies is interrupted afterwards; its task has one number, too."""
+    (tmp_path / "slowly_imported.py").write_text("import time; time.sleep(1.3)")
+    mesh = make_mesh({"data": 2})
+    mesh.run(interrupt_again_after, 0.8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if mesh.rank == 0 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mesh.rank == 1:
+            sys.path.insert(0, str(tmp_path))
+            import slowly_imported  # noqa: F401  # where an interrupt is put off
+
+            for _ in range(100):
+                time.sleep(0.01)
+        return psum(x, "data")
+
+    assert spmd(step, mesh=mesh, check="never")(torch.ones(())).item() == 2
