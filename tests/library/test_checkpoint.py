@@ -360,11 +360,11 @@ def test_a_lack_of_descriptors_is_no_damage(tmp_path: Path, monkeypatch: pytest.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
         return os_open(path, *args, **options)
 
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "open", open_few)
     with pytest.raises(OSError, match=r"Too many open files: '.*step-00000001/rank-00000.safetensors'"):
         restore(tmp_path)
-    assert restore(tmp_path)["w"] == 1 and os.listdir("/proc/self/fd") == before
+    assert restore(tmp_path)["w"] == 1 and set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_file_system_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,11 +374,11 @@ def test_a_file_system_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatc
         monkeypatch.undo()
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    before = os.listdir("/proc/self/fd")
+    before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fstat", fails)
     with pytest.raises(SpmdError, match=r"cannot be read .*Stale file handle"):
         restore(tmp_path)
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_what_is_written_in_the_background_is_not_cancelled(tmp_path: Path) -> None:
