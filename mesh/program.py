@@ -25,9 +25,7 @@ from .ambient import Ambient
 from .array import Array
 from .batch import BatchSplit
 from .purity.captured import Captured
-from .purity.captured_state import CapturedState
-from .purity.entries import GivenObjects, warn_of_changed
-from .purity.updates import check_updates
+from .purity.first_call import FirstCall
 from .purity.writes import Watched
 from .rank.session import RankSession
 from .region import Differing, Region, run_body
@@ -185,12 +183,12 @@ class CompiledCall:
         if is_new := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
             draw_as_eager()
-        first = is_new and not (again and has_compiler())  # others run compiled, and checks in eager mode
-        copied = first and not self._session.launched
-        captured_state = CapturedState([(self._program.body, "self")], self._whole) if copied else None
-        given_objects = GivenObjects(local, self._treedef, self._whole, describe_path) if copied else None
+        first = None
+        if is_new and not (again and has_compiler()):  # others run compiled, and checks in eager mode
+            its = self._program.name, self._program.body, local, self._treedef, self._whole, describe_path
+            first = FirstCall(*its, copied=not self._session.launched)
         choices = self._new_choices(values) if self._has_values else []
-        watched = self._watched(local) if first or (choices and again < 2) else None
+        watched = self._watched(local) if first is not None or (choices and again < 2) else None
         if watched is not None:
             self._looked_at.clear()
         region = Region(
@@ -200,7 +198,7 @@ class CompiledCall:
             looked_at=self._looked_at,
             differing=self._differing,
             notes_differing=is_new and self._notes_differing,
-            updates=[] if first else None,
+            updates=None if first is None else [],
         )
         looks = NOTHING if net is None and watched is None else follow(net, watched)
         result = run_body(region, self._plan.ambient, self._program.body, args, kwargs, looks)
@@ -211,16 +209,8 @@ class CompiledCall:
             watched.compare()
         for known, choice in choices:
             known.add(choice)
-        if first:
-            updates = region.updates or ()
-            check_updates(updates, region.differentiated, local, result, self._program.name, self._session.where())
-            self._captured.check(self._program.name, self._session.where())
-            its = self._program.name, self._program.body
-            if captured_state is not None:
-                captured_state.check(*its)
-            if given_objects is not None:
-                given_objects.check(*its, result)
-            warn_of_changed(*its, local, self._treedef, (args, kwargs), result, describe_path)
+        if first is not None:
+            first.check(region, self._captured, (args, kwargs), result)
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
         donation.settle(values, local, outcome.leaves, self.captured_memory if self._donating else None)
         return outcome

@@ -150,27 +150,8 @@ def outermost(f: Evaluated) -> Solution:
     for leaf, axes, slot in zip(f.aux.leaves, f.aux.over, aux_slots, strict=True):
         if slot is not None:
             sums.fill(slot, f.contribution(leaf.detach(), axes or ()))
-    ends = f.ends()
     begun = sums.filled
-    primals = [(primal, slot) for (primal, _), slot in zip(trained, argument_slots, strict=True)]
-    if ends and primals:
-        home = home_of(f.value)
-        handles: list[Any] = []
-        try:
-            primals = _in_place(f, sums, ends, primals, handles)
-            if sums.is_gradual:
-                handles += [
-                    primal.register_post_accumulate_grad_hook(Hook(sums, slot, call.plan, home))
-                    for primal, slot in primals
-                ]
-            # Within a chain of tokens, as in the forward pass: then a layer that is computed again
-            # (torch.utils.checkpoint) saves the same tensors as before.
-            with tokens(), _on_this_thread(call):
-                torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
-        finally:  # A node's hook refers to what keeps the node alive: without this, it and its buckets would leak.
-            for handle in handles:
-                handle.remove()
-        sums.fill_in(primals)
+    _differentiate(f, sums, [(primal, slot) for (primal, _), slot in zip(trained, argument_slots, strict=True)])
     took_part = sums.filled > begun
     sums.finish()
     totals = [slot.total for slot in argument_slots]
@@ -188,6 +169,30 @@ def outermost(f: Evaluated) -> Solution:
 
 
 Primals = list[tuple[Tensor, Slot]]
+
+
+def _differentiate(f: Evaluated, sums: Sums, primals: Primals) -> None:
+    """Run torch's backward pass, and fill every gradient into its slot."""
+    ends = f.ends()
+    if not ends or not primals:
+        return
+    home = home_of(f.value)
+    handles: list[Any] = []
+    try:
+        primals = _in_place(f, sums, ends, primals, handles)
+        if sums.is_gradual:
+            handles += [
+                primal.register_post_accumulate_grad_hook(Hook(sums, slot, f.call.plan, home))
+                for primal, slot in primals
+            ]
+        # Within a chain of tokens, as in the forward pass: then a layer that is computed again (torch.utils.checkpoint)
+        # saves the same tensors as before.
+        with tokens(), _on_this_thread(f.call):
+            torch.autograd.backward(ends, inputs=[*(primal for primal, _ in primals), f.collectives.first])
+    finally:  # A node's hook refers to what keeps the node alive: without this, it and its buckets would leak.
+        for handle in handles:
+            handle.remove()
+    sums.fill_in(primals)
 
 
 def _in_place(f: Evaluated, sums: Sums, ends: list[Tensor], primals: Primals, handles: list[Any]) -> Primals:

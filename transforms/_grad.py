@@ -20,7 +20,7 @@ from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import compiled_from, in_torch_func, untraced
 from ..mesh import trees
-from ..mesh.region import current, note_differentiated
+from ..mesh.region import Region, current, note_differentiated
 from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
@@ -123,20 +123,8 @@ class Transformable(abc.ABC):
 
 # The compiler doesn't trace it: tape, hooks and buckets fit no graph.
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:
-    name = getattr(f, "__name__", "the function")
-    if in_torch_func():
-        raise SpecError(
-            f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
-            remedy="use torch.func.grad there, and psum or pmean what comes out",
-        )
-    region = current()
-    if region is not None:
-        refuse_recording(f"spmd's grad of {name}")
-    if torch.is_inference_mode_enabled():
-        raise SpecError(
-            f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",
-            remedy="take the gradient outside of it",
-        )
+    name, region = getattr(f, "__name__", "the function"), current()
+    _check_surroundings(name, region)
     chosen = _positions(argnums, len(args), name)
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
@@ -148,11 +136,7 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     note_differentiated(region, leaves)
     # A gradient that is part of an outer gradient's graph (ours or torch's own) needs a graph itself.
     nested = in_gradient() or any(leaf.grad_fn is not None for leaf in leaves)
-    strategy: Strategy = Plain(nested)  # how this gradient is taken: decided here, and nowhere below
-    if region is not None and plan.virtual is not None and applies(region, plan, over, nested, (args, kwargs), name):
-        strategy = Exact()
-    elif not nested and plan.leaves_ranks_out(region, over):
-        strategy = EmptyShards(nested)
+    strategy = _strategy(region, plan, over, nested, (args, kwargs), name)
     made = strategy.primals(differentiated)
     for argument, primal in zip(differentiated, made, strict=True):
         argument.primal = primal
@@ -166,6 +150,31 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
     value, gradients, aux = strategy.solve(call) if active() is None else left_out.solve(strategy, call)
     found = trees.unflatten(treedef, gradients)
     return value, found[0] if isinstance(argnums, int) else found, aux
+
+
+def _check_surroundings(name: str, region: Region | None) -> None:
+    """Refuse a gradient where torch would not see it, or could not take it."""
+    if in_torch_func():
+        raise SpecError(
+            f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
+            remedy="use torch.func.grad there, and psum or pmean what comes out",
+        )
+    if region is not None:
+        refuse_recording(f"spmd's grad of {name}")
+    if torch.is_inference_mode_enabled():
+        raise SpecError(
+            f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",
+            remedy="take the gradient outside of it",
+        )
+
+
+def _strategy(
+    region: Region | None, plan: Plan, over: tuple[str, ...], nested: bool, arguments: tuple[tuple, dict], name: str
+) -> Strategy:
+    """How a gradient is taken: decided here, and nowhere below."""
+    if region is not None and plan.virtual is not None and applies(region, plan, over, nested, arguments, name):
+        return Exact()
+    return EmptyShards(nested) if not nested and plan.leaves_ranks_out(region, over) else Plain(nested)
 
 
 def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
