@@ -23,7 +23,7 @@ from ..rank.interrupts import uninterrupted
 from .answers import Answers, Session
 from .pending import Outcome, Task
 from .ranks import Rank
-from .rerun import blamed, freed_meanwhile, send_again, send_read, tell, to_rerun
+from .rerun import blamed, donated_to, freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
 
 INTERRUPT_SECONDS = 0.3  # after Ctrl-C, for calls under way to end by themselves
@@ -35,6 +35,10 @@ INTERRUPTED_SECONDS = 2.0
 _CALL_AGAIN = (  # what to do about a call that can't be run again by itself, where values outlive their ranks
     "the mesh has replaced it and goes on, with its values; this call may have had effects and was not run again: "
     "make it again if they may happen twice"
+)
+_RAISED = (  # the same where another rank has raised an exception
+    "the mesh has replaced it and goes on, with its values; this call was not run again, since another rank has "
+    "raised an exception: see above"
 )
 # For ranks to give up a call that is to run again, then they are killed; and for the first that failed to say why.
 FENCE_SECONDS = 10.0
@@ -122,7 +126,7 @@ class Recovery:
                 if task.fine:
                     self.answers.settle(task)
                 elif task.complete or not (busy and (self.interrupted or task.number < self._first_failed)):
-                    self.answers.settle(task, failure if task.caller in at_fault else self._stopped(failure))
+                    self.answers.settle(task, failure if task.caller in at_fault else self._stopped(task, failure))
             if busy:
                 self.signal_busy()
             elif not session.ranks.dying:
@@ -182,7 +186,8 @@ class Recovery:
     def _failure(self, why: str | None = None) -> Callable[[], BaseException]:
         failures, lost = self._session.pending.failures(), dict(self._lost)
         where, interrupted, why = self._session.describe(), self.interrupted, self._session.ranks.remark or why
-        why = why or (_CALL_AGAIN if self._session.lasting else None)
+        if why is None and self._session.lasting:
+            why = _RAISED if any(one.kind == "error" for one in failures.values()) else _CALL_AGAIN
         return lambda: combine(failures, lost, where, interrupted=interrupted, remedy=why)
 
     def _at_fault(self) -> Container[threading.Thread]:
@@ -191,14 +196,16 @@ class Recovery:
         failed = {task.caller for task in tasks for one in task.failures().values() if one.kind == "error"}
         return {task.caller for task in tasks} if self._lost or self.interrupted or not failed else failed
 
-    def _stopped(self, failure: Callable[[], BaseException]) -> Outcome:
+    def _stopped(self, task: Task, failure: Callable[[], BaseException]) -> Outcome:
         """The failure of a call that was stopped since a call of another thread has failed."""
-        where = self._session.describe()
+        where, donated = self._session.describe(), donated_to(task.again)
+        remedy = "make it again; if it has effects, they may happen twice"
+        if donated:
+            remedy = f"{donated} was donated to it, and is lost: restore a checkpoint, or leave donate= out"
 
         def make() -> MeshError:
             cause = failure()
             problem = "this call was stopped, because a call that another thread made has failed"
-            remedy = "make it again; if it has effects, they may happen twice"
             error = MeshError(problem, got=f"{type(cause).__name__}: {text_of(cause)}", where=where, remedy=remedy)
             error.__cause__ = cause
             return error

@@ -57,13 +57,18 @@ def to_rerun(
 
 def _lost(again: Again, checkpoint: str | None) -> str:
     """The message for a call that can't run again because ranks have overwritten what it reads."""
-    donated = again.call.holds.donated() if again.call.holds is not None else ()
-    what = f"{', '.join(donated)} of it, donated and lost" if donated else "what a later call was donated, and it reads"
+    donated = donated_to(again)
+    what = f"{donated} of it, donated and lost" if donated else "what a later call was donated, and it reads"
     newest = (
         f"the newest checkpoint, {checkpoint}," if checkpoint is not None else "a checkpoint (this run has none yet)"
     )
     problem = f"{again.call.name} can't run again: ranks had begun to overwrite {what}"
     return f"{problem}; restore {newest} or leave donate= out"
+
+
+def donated_to(again: Again | None) -> str:
+    """The arguments that a call may overwrite, for messages; "" if there are none."""
+    return "" if again is None or again.call.holds is None else ", ".join(again.call.holds.donated())
 
 
 def _order(task: Task) -> tuple[bool, bool, int]:

@@ -474,7 +474,10 @@ def test_an_error_is_raised_in_the_thread_whose_call_failed(make_mesh):
         step(one)
 
 
-def test_a_call_that_another_threads_failure_stops_says_so(make_mesh):
+@pytest.mark.parametrize(
+    ("donate", "remedy"), [((), "make it again"), (("x",), r"argument 0 was donated to it, and is lost: restore a")]
+)
+def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, donate, remedy):
     mesh = make_mesh({"data": 2})
 
     def fail(x):
@@ -483,9 +486,9 @@ def test_a_call_that_another_threads_failure_stops_says_so(make_mesh):
             raise ValueError(f"no {int(x)}")
         return x
 
-    failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh)
+    failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh, donate=donate)
     one, own = torch.ones(()), []
-    assert float(step(one)) == 2
+    assert float(step(put(one, mesh=mesh))) == 2
     for _ in range(2):  # later calls do not wait
         failing(torch.zeros(()))
 
@@ -499,10 +502,11 @@ def test_a_call_that_another_threads_failure_stops_says_so(make_mesh):
     begun, thread = threading.Event(), threading.Thread(target=call)
     thread.start()
     assert begun.wait(10)
-    with pytest.raises(MeshError, match=r"a call that another thread made has failed \(got ValueError: no 1\).*again"):
-        float(step(one))
+    says = rf"a call that another thread made has failed \(got ValueError: no 1\).*{remedy}"
+    with pytest.raises(MeshError, match=says):
+        float(step(put(one, mesh=mesh)))
     thread.join(10)
-    assert own and float(step(one)) == 2
+    assert own and float(step(put(one, mesh=mesh))) == 2
 
 
 def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mesh):

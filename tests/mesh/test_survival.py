@@ -468,8 +468,20 @@ def test_an_exception_is_not_retried(make_mesh, tmp_path):
         (tmp_path / f"{axis_index('data')} {time.monotonic_ns()}").touch()
         raise ValueError("once")
 
+    @spmd(mesh=mesh)
+    def fails_as_a_rank_dies(w):
+        if mesh.rank:
+            until(begun.exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun.touch()
+        raise ValueError("twice")
+
     with pytest.raises(ValueError, match="once"):
         fails(put(torch.ones(2), mesh=mesh))
+    begun = tmp_path.with_suffix(".begun")
+    with pytest.raises(PeerLost, match="was not run again, since another rank has raised an exception") as caught:
+        fails_as_a_rank_dies(put(torch.ones(2), mesh=mesh))
+    assert "ValueError: twice" in str(caught.value.__cause__)
     assert len({path.name.split()[0] for path in tmp_path.iterdir()}) == len([*tmp_path.iterdir()])
 
 
