@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from spmd.cli.bench.groups import Group, in_turn, quartiles
-from spmd.mesh.rank.memory import tunables
+from spmd.mesh.rank.memory import environment
 
 HERE = Path(__file__).parent
 BEST = {"shard": "data", "fused": True, "donate": True}
@@ -80,7 +80,7 @@ def bench_package(python: str) -> str:
 def start(python: str, side: str, size: int, ranks: int) -> Group:
     package = bench_package(python)
     folder = Path(python).parents[2] / "bench"  # of .venv/bin/python, which is a link
-    environ = {"GLIBC_TUNABLES": tunables(None)} if size > 1 else {"SPMD_RANKS": str(ranks)}
+    environ = environment({}) if size > 1 else {"SPMD_RANKS": str(ranks)}
     return Group(
         side.format(bench=package),
         size,

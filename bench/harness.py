@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.cli.bench.groups import Group, in_turn, quartiles
-from spmd.mesh.rank.memory import tunables
+from spmd.mesh.rank.memory import environment
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def missing(peer: str) -> str | None:
 
 def start(peer: str, ranks: int) -> Group:
     """The processes of a peer."""
-    launched = {"environ": {"GLIBC_TUNABLES": tunables(None)}}  # as `spmd run` does
+    launched = {"environ": environment({})}  # as `spmd run` does
     side, size, options = {
         "ours": ("spmd.cli.bench.contenders:Ours", ranks, launched),
         "ours beside plain": ("peers:OursAndPlain", ranks, launched),

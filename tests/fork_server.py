@@ -103,7 +103,7 @@ class ForkServer:
             self._socket = connection
             return
         self._socket, theirs = socket.socketpair()
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": _tunables()}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **_environment()}
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ)
@@ -173,10 +173,10 @@ def shared_server() -> ForkServer:
     return _shared
 
 
-def _tunables() -> str:
+def _environment() -> dict[str, str]:
     from spmd.mesh.rank import memory
 
-    return memory.tunables(os.environ.get("GLIBC_TUNABLES"))
+    return memory.environment(os.environ)
 
 
 # -- between the two --------------------------------------------------------------------------------------------------

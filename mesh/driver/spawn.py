@@ -66,11 +66,10 @@ class Zygote:
 
     def _started(self, theirs: socket.socket) -> Any:
         """The process, which has the other end of the control socket."""
-        tunables = memory.tunables(os.environ.get("GLIBC_TUNABLES"))
         return subprocess.Popen(
             [*python_command(), "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "GLIBC_TUNABLES": tunables},  # the ranks' own os.environ is the driver's
+            env={**os.environ, **memory.environment(os.environ)},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # so that Ctrl-C in a terminal reaches the driver only
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError
 from ...kernels.processes import python_command
-from ..rank.memory import tunables
+from ..rank.memory import environment
 from .launchers import DialledHosts, Launcher, LocalLauncher, RayLauncher, SlurmLauncher, SshLauncher, dialled_address
 
 FORMS = (
@@ -103,7 +103,7 @@ class HostList:
 
     def command(self) -> list[str]:
         """The command for each host: this Python, at the same path; on this machine with the program's module path."""
-        tuned = ["env", f"GLIBC_TUNABLES={tunables(os.environ.get('GLIBC_TUNABLES'))}"]
+        tuned = ["env", *(f"{name}={value}" for name, value in environment(os.environ).items())]
         python = [*tuned, "sh", "-c", 'exec "$0" "$@"', *python_command()]  # env takes a path with = for a variable
         if not self.local:
             return [*python, "-m", "spmd", "host"]

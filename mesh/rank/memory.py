@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -18,6 +19,8 @@ from ...kernels import copying
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _NEVER = (1 << 31) - 1
 _PAD_BYTES = 64 << 20
+_PAGES = "glibc.malloc.hugetlb=1"
+_SPINS = 10_000
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,12 +41,18 @@ def keep_some_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _PAD_BYTES)
 
 
-def tunables(own: str | None) -> str:
-    """GLIBC_TUNABLES for the environment of a rank that is about to start; the user's own settings win.
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """What is set in the environment of ranks that are about to start; the user's own settings win.
 
-    They set how large copies are made, and ask for pages of 2 MiB if the kernel has them, which map five times as fast.
+    GLIBC_TUNABLES sets how large copies are made, and asks for pages of 2 MiB if the kernel has them, which map five
+    times as fast. GOMP_SPINCOUNT is how long OpenMP's threads wait for the next operation before they sleep: by itself
+    that is for milliseconds, on cores that a driver, readers and other ranks need.
+
+    >>> sorted(environment({})), sorted(environment({"OMP_WAIT_POLICY": "active"}))
+    (['GLIBC_TUNABLES', 'GOMP_SPINCOUNT'], ['GLIBC_TUNABLES'])
     """
-    return ":".join(filter(None, [copying.TUNABLES, "glibc.malloc.hugetlb=1", own]))
+    found = {"GLIBC_TUNABLES": ":".join(filter(None, [copying.TUNABLES, _PAGES, own.get("GLIBC_TUNABLES")]))}
+    return found if own.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {**found, "GOMP_SPINCOUNT": str(_SPINS)}
 
 
 def release_freed_memory(region: int) -> None:

@@ -100,14 +100,14 @@ def run(arguments: list[str]) -> int:
     from torch.distributed.run import run as launch
 
     from ..mesh.launch.environments import Explicit
-    from ..mesh.rank.memory import tunables
+    from ..mesh.rank.memory import environment
     from . import one_host
     from .options import problem_of, unknown_plugin
     from .temporary import temporary_folder
 
     # A Mesh sets its ranks' threads itself; without a number here torchrun prints a long warning.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["GLIBC_TUNABLES"] = tunables(os.environ.get("GLIBC_TUNABLES"))
+    os.environ.update(environment(os.environ))
     for name in Explicit.names:  # of a rank that runs this command: the ranks of this job have torch's
         os.environ.pop(name, None)
     options = parse(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,16 @@ def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> Non
     status, out, err = run(script(tmp_path, KEPT), env={"GLIBC_TUNABLES": ""}, fresh=True)
     assert status == 0, err
     assert out.split() == ["True"] * 4
+
+
+@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "77"}])
+@pytest.mark.parametrize("ways", [[], ["-m", "spmd", "run", "-n", "1"]], ids=["driver", "launched"])
+def test_openmp_does_not_keep_cores_busy_between_operations(tmp_path: Path, ways: list[str], own: dict[str, str]) -> None:
+    program = script(tmp_path, "from spmd import Mesh\nwith Mesh({'data': 1}) as mesh: print(mesh.run(int))")
+    status, out, err = run(*ways, program, env={"OMP_DISPLAY_ENV": "verbose", **own}, fresh=True)
+    assert (status, out) == (0, "[0]\n"), err
+    counts = set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", err))
+    assert counts >= {"10000"} if not own else counts == {"77"}
 
 
 def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
