@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from .session_view import Session
 
 SAY_SECONDS = 3.0  # after which closing says what it waits for
 _AT_EXIT = "the driver exited"
+_FINALIZER = weakref.finalize.__call__.__code__
 
 
 _open: dict[Session, weakref.finalize] = {}  # each with what closes it when its mesh is gone
@@ -75,9 +77,20 @@ def close_quietly(session: Session) -> None:
         return
     try:
         session.close("nothing refers to it any more")
+    except KeyboardInterrupt:  # Python ignores what is raised in a finalizer
+        threading.Thread(target=_interrupt_again, daemon=True).start()
     except BaseException:
         with contextlib.suppress(Exception):
             traceback.print_exc()
+
+
+def _interrupt_again() -> None:
+    """Send the main thread another SIGINT, once it has left the finalizer."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while any(frame.f_code is _FINALIZER for frame, _ in traceback.walk_stack(sys._current_frames()[main])):
+        time.sleep(0.001)
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def close_all() -> None:

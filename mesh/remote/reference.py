@@ -156,10 +156,14 @@ class Ref:
             over: Future = Future()  # without the error: if that is a StopIteration, asyncio's futures wait for ever
             over.set_running_or_notify_cancel()
             self.future.add_done_callback(lambda _: over.set_result(None))
-            yield from asyncio.wrap_future(over).__await__()
-            error = self.future.exception()
-            if isinstance(error, CancelledError):
-                raise asyncio.CancelledError(*error.args)
+            try:
+                yield from asyncio.wrap_future(over).__await__()
+                error = self.future.exception()
+                if isinstance(error, CancelledError):
+                    raise asyncio.CancelledError(*error.args)
+            except asyncio.CancelledError as cancelled:  # of the call, or of the task that waits for it
+                shorten(cancelled)
+                raise
             if error is None and self.future.result() is None:
                 # The result is large and has to be fetched, which must not block the event loop.
                 yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()

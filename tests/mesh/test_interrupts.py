@@ -603,6 +603,23 @@ def test_ctrl_c_while_a_mesh_is_closed(make_mesh, monkeypatch, how):
     assert until(lambda: not receiving.is_alive())
 
 
+def test_ctrl_c_while_a_mesh_that_nothing_refers_to_is_closed(monkeypatch, capfd):
+    """Python ignores what finalizers raise: it interrupts the program after that."""
+    mesh = Mesh({"data": 2})
+    pids, tell = mesh.driver.pids, mesh.driver.tell
+
+    def press(*told):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        tell(*told)
+
+    monkeypatch.setattr(mesh.driver, "tell", press)
+    with pytest.raises(KeyboardInterrupt):
+        del mesh
+        until(lambda: False)
+    assert end_within(HANGS, pids) and capfd.readouterr() == ("", "")
+
+
 def test_values_that_go_in_a_cycle(make_mesh):
     """The garbage collector takes the last of a call's Arrays together with all that refers to them."""
     mesh = make_mesh({"data": 2})

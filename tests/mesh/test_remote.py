@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -366,6 +367,32 @@ def test_waits_end(mesh: Mesh) -> None:
         asyncio.run(ended(cancelled))
     with pytest.raises(RuntimeError, match="raised StopIteration"):  # as of any coroutine
         asyncio.run(ended(opened.fail("an iterator at its end", StopIteration)))
+
+
+def test_the_end_of_a_cancelled_wait_shows_no_frame_of_the_library(mesh: Mesh) -> None:
+    """As of a cell that waits with `await`, and is stopped."""
+    opened = mesh.remote(Counter, rank=0)
+    gate = mesh.remote(Gate, opened, rank=1)
+    first, second = gate.wait(), gate.wait()
+    shown: list[list[str]] = []
+
+    async def waits(ref: Any) -> None:
+        try:
+            await ref
+        except asyncio.CancelledError as error:
+            shown.append([frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)])
+
+    async def stopped() -> None:
+        task = asyncio.ensure_future(waits(first))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+        second.cancel()
+        await waits(second)
+
+    asyncio.run(stopped())
+    opened.add(1)
+    assert first.get() == 1 and shown == [["waits"], ["waits"]]
 
 
 def test_a_caller_waits_where_too_many_calls_are_under_way(mesh: Mesh) -> None:
