@@ -78,7 +78,7 @@ class Shards:
 
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
-        records = self._open(shard) if at is None else self._open(shard, at)
+        records = _called(self._open, shard) if at is None else _called(self._open, shard, at)
         try:
             self._records = iter(records)
         except TypeError:
@@ -89,8 +89,11 @@ class Shards:
             ) from None
         if at is not None:
             return
-        for _ in range(skip):
-            next(self._records)
+        if sum(1 for _ in itertools.islice(self._records, skip)) < skip:
+            raise SpecError(
+                f"a Stream is to go on at record {skip} of {shard!r}, which has fewer",
+                remedy="resume with the shards that the checkpoint was made with",
+            )
 
     def _note(self, shard: int) -> None:
         if process.note.kept:
@@ -142,10 +145,7 @@ class Mapped:
         sample = next(self._source)
         seed_generators(numbered(self._key, self._count))
         self._count += 1
-        try:
-            return self._function(seen(sample))
-        except StopIteration as error:
-            raise RuntimeError(f"{self._function!r} raised StopIteration") from error
+        return _called(self._function, seen(sample))
 
     def state(self) -> State:
         return [self._count, self._source.state()]
@@ -164,7 +164,7 @@ class Filtered:
             sample = next(self._source)
             seed_generators(numbered(self._key, self._count))
             self._count += 1
-            if self._predicate(seen(sample)):
+            if _called(self._predicate, seen(sample)):
                 return sample
 
     def state(self) -> State:
@@ -318,6 +318,14 @@ def taken(cursor: Any, count: int) -> list[Any]:
         while len(found) < count:
             found.append(next(cursor))
     return found
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    """What a user's function returns; a StopIteration that it raises would be taken for the end of the stream."""
+    try:
+        return function(*args)
+    except StopIteration as error:
+        raise RuntimeError(f"{function!r} raised StopIteration") from error
 
 
 def _only(found: list[Any]) -> Any:

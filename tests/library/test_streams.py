@@ -330,6 +330,35 @@ def test_what_fails_names_the_record(shared_mesh, workers):
         assert "[reading record 5 of 'a']" in "".join(caught.value.__notes__) or "of 'b'" in str(caught.value.__notes__)
 
 
+def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
+    def stops(x):
+        return x != 102 or next(iter(()))
+
+    def opened(shard):
+        return next(iter(())) if shard == 1 else numbers(shard)
+
+    mesh = shared_mesh({"data": 2})
+    for stream in (
+        Stream(range(4), numbers).map(stops),
+        Stream(range(4), numbers).filter(stops),
+        Stream(range(4), opened).map(lambda x: x),
+    ):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            all_of(stream, mesh)
+
+
+def test_a_shard_that_has_become_shorter_is_refused(shared_mesh):
+    def some(count):
+        return Stream([0], lambda shard: iter(range(count))).map(lambda x: x)
+
+    loader = Loader(some(9), 4, mesh=shared_mesh({"data": 1}), prefetch=0)
+    next(iter(loader))
+    shorter = Loader(some(3), 4, mesh=shared_mesh({"data": 1}))
+    shorter.load_state_dict(loader.state_dict())
+    with pytest.raises(SpecError, match="go on at record 4 of 0, which has fewer"):
+        list(shorter)
+
+
 def test_a_seed_of_numpy_draws_as_python_s(shared_mesh):
     mesh = shared_mesh({"data": 2})
     drawn = Stream([0, 10, 20, 30], numbers).map(lambda x: x + torch.rand(()))
