@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 from collections import deque
@@ -57,7 +58,7 @@ class Shards:
     """
 
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
-        self._shards, self._open = shards, opened
+        self._shards, self._open, self._takes_at = shards, opened, _takes_at(opened)
         count = len(shards)
         # With fewer shards than streams, each is read in parts, equally many by every stream; else no two share one.
         self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
@@ -78,7 +79,8 @@ class Shards:
 
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
-        records = _called(self._open, shard) if at is None else _called(self._open, shard, at)
+        at = at if self._takes_at else None
+        records = _called(self._open, shard, **({} if at is None else {"at": at}))
         try:
             self._records = iter(records)
         except TypeError:
@@ -129,7 +131,7 @@ class Shards:
         return found
 
     def state(self) -> State:
-        tell = getattr(self._records, "tell", None)
+        tell = getattr(self._records, "tell", None) if self._takes_at else None
         return [self._unit, self._read, tell() if tell is not None and self._read else None]
 
 
@@ -320,10 +322,18 @@ def taken(cursor: Any, count: int) -> list[Any]:
     return found
 
 
-def _called(function: Callable[..., Any], *args: Any) -> Any:
+def _takes_at(opened: Callable[..., Any]) -> bool:
+    """Whether a user's function opens a shard at a position; a file, too, has `tell`, and no use for it."""
+    try:
+        return "at" in inspect.signature(opened).parameters
+    except ValueError:  # a builtin
+        return False
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a user's function returns; a StopIteration that it raises would be taken for the end of the stream."""
     try:
-        return function(*args)
+        return function(*args, **kwargs)
     except StopIteration as error:
         raise RuntimeError(f"{function!r} raised StopIteration") from error
 

@@ -314,6 +314,23 @@ def test_files_are_read_once_and_from_any_position(shared_mesh, tmp_path):
             assert [batch.full().tolist() for batch in other] == found[at + 1 :], (name, at)
 
 
+def test_files_opened_by_python_itself(shared_mesh, tmp_path):
+    """They have a `tell()`, which lines of text forbid, and `open` a second argument, which is no position."""
+    paths = [tmp_path / str(i) for i in range(3)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(f"{10 * i + j}\n" for j in range(6)))
+    for opened in (open, Path.open):
+        loader = Loader(Stream(paths, opened).map(int), 4, mesh=shared_mesh({"data": 2}), seed=1)
+        batches, states = [], []
+        for batch in loader:
+            batches.append(batch.full().tolist())
+            states.append(loader.state_dict())
+        assert flat(batches) == [10 * i + j for i in range(3) for j in range(6)]
+        other = Loader(Stream(paths, opened).map(int), 4, mesh=shared_mesh({"data": 1}), seed=1)
+        other.load_state_dict(states[1])
+        assert [batch.full().tolist() for batch in other] == batches[2:]
+
+
 # -- when it goes wrong -----------------------------------------------------------------------------------------------
 
 
