@@ -81,14 +81,13 @@ class Shards:
         shard = self._shards[self._mine[self._unit][0]]
         at = at if self._takes_at else None
         records = _called(self._open, shard, **({} if at is None else {"at": at}))
-        try:
-            self._records = iter(records)
-        except TypeError:
+        if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
             raise SpecError(
                 "a Stream's open(shard) returned nothing to iterate over",
                 got=f"a {type(records).__name__} for {shard!r}",
                 remedy="yield the records in it, or return an iterator over them",
-            ) from None
+            )
+        self._records = iter(records)
         if at is not None:
             return
         if sum(1 for _ in itertools.islice(self._records, skip)) < skip:

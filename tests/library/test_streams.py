@@ -364,6 +364,17 @@ def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
             all_of(stream, mesh)
 
 
+def test_a_type_error_of_an_iterator_is_the_programs_own(shared_mesh):
+    class Fails:
+        def __iter__(self):
+            raise TypeError("of the program")
+
+    with pytest.raises(TypeError, match="of the program"):
+        all_of(Stream([0], lambda shard: Fails()), shared_mesh({"data": 2}))
+    with pytest.raises(SpecError, match="returned nothing to iterate over"):
+        all_of(Stream([0], lambda shard: None), shared_mesh({"data": 2}))
+
+
 def test_a_shard_that_has_become_shorter_is_refused(shared_mesh):
     def some(count):
         return Stream([0], lambda shard: iter(range(count))).map(lambda x: x)
