@@ -123,10 +123,16 @@ def status_of(pid: int | str) -> dict[str, str] | None:
     """The fields of /proc/PID/status (`State`, `TracerPid`) of a process, or of a thread ("pid/task/tid"); None if it
     has ended."""
     try:
-        with open(f"/proc/{pid}/status") as file:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
             return {name: text.strip() for name, _, text in (line.partition(":") for line in file)}
     except OSError:
         return None
+
+
+def stat_of(pid: int | str) -> list[str]:
+    """The fields behind the name in /proc/PID/stat (state, parent, group and so on) of a process or thread."""
+    # The kernel cuts names after 15 bytes, which may be within a character.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def ancestors() -> Iterator[int]:

@@ -51,9 +51,17 @@ class BatchArgument:
     axis: str
     shards: int | None = None
 
-    def key(self, positional: int) -> int | str:
-        """Its position in a call with this many positional arguments, or its name if it is passed by name."""
-        return self.name if self.position is None or self.position >= positional else self.position
+    def key(self, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int | str:
+        """Its position in a call of the function `name`, or its own name if it is passed by name."""
+        if self.position is not None and self.position < len(args):
+            return self.position
+        if self.name not in kwargs:
+            raise SpecError(
+                f"{name} was called without its batch",
+                got=f"{len(args)} arguments by position, and by name {list(kwargs)}",
+                expected=f"an argument named {self.name!r}",
+            )
+        return self.name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

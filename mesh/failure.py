@@ -26,6 +26,7 @@ class Failure:
 
     Attributes:
         ends: why the rank's process ends with it; "" if it goes on.
+        notes: the exception's, which its class may leave out of a pickle, as `json.JSONDecodeError` does.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class Failure:
     traceback: str
     pickled: bytes | None
     ends: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class RemoteTraceback(Exception):
@@ -58,7 +60,9 @@ def capture(error: BaseException, *, ends: str = "") -> Failure:
         kind = "interrupted"
     text = "".join(_formatted(error))
     pickled = _pickled(error.with_traceback(None)) or _pickled(_Parts.of(error))
-    return Failure(kind, type(error).__qualname__, text_of(error), text, pickled, ends)
+    notes = vars(error).get("__notes__")
+    known = tuple(note for note in notes if type(note) is str) if type(notes) is list else ()
+    return Failure(kind, type(error).__qualname__, text_of(error), text, pickled, ends, known)
 
 
 def text_of(error: BaseException) -> str:
@@ -150,7 +154,11 @@ def original(failure: Failure) -> BaseException:
             error = error.join() if isinstance(error, _Parts) else error
         except Exception:
             error = None
-    return error if isinstance(error, BaseException) else RemoteError(f"{failure.type_name}: {failure.text}")
+    if not isinstance(error, BaseException):
+        error = RemoteError(f"{failure.type_name}: {failure.text}")
+    if failure.notes:
+        vars(error)["__notes__"] = [*failure.notes]
+    return error
 
 
 def _distance(failure: Failure, failures: dict[int, Failure]) -> int:

@@ -46,7 +46,8 @@ def as_tensor(leaf: Any) -> Any:
     if leaf.dtype in _EXTENDED:
         remedy = f"write array.astype({'complex' if leaf.dtype.kind == 'c' else 'float'})"
         raise SpecError("torch has no dtype for a NumPy array", got=str(leaf.dtype), remedy=remedy)
-    if not leaf.flags.writeable or any(stride < 0 for stride in leaf.strides) or not leaf.dtype.isnative:
+    odd = any(stride < 0 or stride % leaf.itemsize for stride in leaf.strides)  # the latter of a field of records
+    if not leaf.flags.writeable or odd or not leaf.dtype.isnative:
         leaf = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))  # torch takes none of these as they are
     return torch.from_numpy(leaf)
 

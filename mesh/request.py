@@ -124,7 +124,7 @@ class Request:
                 remedy=f"write @data_parallel(axis={axes[0]!r}), or name an axis of the mesh {argument.axis!r}",
             )
         lengths: dict[int, int] = {}
-        key = argument.key(len(self._tree[0]))
+        key = argument.key(*self._tree, self.name)
         for index, (leaf, is_batch) in enumerate(zip(self.leaves, self._belonging_to([key]), strict=True)):
             if not is_batch or not isinstance(leaf, torch.Tensor | Array):
                 continue

@@ -13,7 +13,6 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..kernels.arguments import arrived, check_value
@@ -22,6 +21,7 @@ from . import agreement, trees
 from .agreement import OutputMeta, called, path_in
 from .array import Array
 from .pickling.unpicklable import sending_result
+from .put import as_tensor
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
@@ -195,8 +195,7 @@ class Results:
         known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
         metas: list[OutputMeta] = []
         for index, (leaf, spec, last) in enumerate(zip(leaves, specs, known, strict=True)):
-            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-                leaf = torch.from_numpy(leaf)
+            leaf = as_tensor(leaf)
             if not isinstance(leaf, torch.Tensor):
                 self._refuse_unfit(treedef, index, leaf)
                 leaves[index] = leaf = plain_number(leaf)

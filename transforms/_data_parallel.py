@@ -155,14 +155,7 @@ class DataParallel(Transformable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         region, argument = require("a data_parallel function"), self.batch
         region.session.axes(argument.axis, what="data_parallel")
-        key = argument.key(len(args))
-        if isinstance(key, str) and key not in kwargs:
-            bound = inspect.signature(self._step).bind(*args, **kwargs)  # raises first if another argument is wrong
-            raise SpecError(
-                f"{self._name} was called without its batch",
-                got=f"({', '.join(bound.arguments)})",
-                expected=f"an argument named {argument.name!r}",
-            )
+        key = argument.key(args, kwargs, self._name)
         around = plan_of(region)
         if around.virtual is not None and agreed(around.virtual, argument.axis, argument.shards):
             return self._step(*args, **kwargs)

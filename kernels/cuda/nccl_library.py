@@ -67,7 +67,7 @@ def mapped_files(maps: str | None = None) -> list[str]:
     ['/opt/nccl/lib/libnccl.so.2']
     """
     if maps is None:
-        with open("/proc/self/maps") as file:
+        with open("/proc/self/maps", errors="surrogateescape") as file:
             maps = file.read()
     return sorted(set(re.findall(r"(/\S*/libnccl\.so[.\d]*)$", maps, re.MULTILINE)))
 

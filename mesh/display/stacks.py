@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.callsite import public
-from ...kernels.processes import status_of
+from ...kernels.processes import stat_of, status_of
 from ...kernels.shm.board import Board
 
 SIGNAL = signal.SIGRTMIN + 11  # programs use SIGUSR1 and SIGUSR2 themselves
@@ -92,8 +92,8 @@ def _threads(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
             with contextlib.suppress(OSError):
-                name = (task / "comm").read_text().strip()
-                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                name = (task / "comm").read_text(errors="replace").strip()
+                state = stat_of(f"{pid}/task/{task.name}")[0]
                 where = (task / "wchan").read_text().strip("0\n")
                 lines.append(f"  thread {task.name} ({name}): {state}" + (f" in {where}" if where else ""))
     return (

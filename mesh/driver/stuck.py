@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ...kernels.processes import status_of
+from ...kernels.processes import stat_of, status_of
 from ..display.stacks import stacks_of
 from .session_view import Session
 
@@ -177,7 +177,7 @@ def _times(pids: Sequence[int]) -> list[_Use]:
 
 def _parent_and_group(pid: int) -> tuple[int, int]:
     with contextlib.suppress(OSError):
-        _, parent, group, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        _, parent, group, *_ = stat_of(pid)
         return int(parent), int(group)
     return 0, 0
 
@@ -195,6 +195,6 @@ def _use(pid: int) -> _Use:
             with contextlib.suppress(OSError):
                 here = Path(f"/proc/{pid}/task/{task}")
                 own = found.own + int((here / "schedstat").read_text().split()[0])
-                runs = found.runs or (here / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+                runs = found.runs or stat_of(f"{pid}/task/{task}")[0] == "R"
                 found = found._replace(own=own, runs=runs).starting(map(_use, _children(pid, task)))
     return found

@@ -25,7 +25,7 @@ from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
 from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
-from ...kernels.processes import ancestors, environ_of, listens
+from ...kernels.processes import ancestors, environ_of, listens, stat_of
 from .environments import Launch, detect, variables_of
 from .meeting import url
 from .roll_call import RollCall, started_by
@@ -130,8 +130,7 @@ def chosen_address() -> str | None:
 
 def _beside_parent() -> str:
     """Where ranks of one parent process on one host meet by default: a file of the user, named after the parent."""
-    with open(f"/proc/{os.getppid()}/stat") as file:
-        started = file.read().rpartition(")")[2].split()[19]
+    started = stat_of(os.getppid())[19]
     for folder in own_folders(home_first=False):
         return f"file://{folder}/meet-{os.getppid()}-{started}"
     raise MeshError(

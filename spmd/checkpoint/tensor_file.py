@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..kernels.errors import dtype_name
+from ..kernels.flat import as_bytes
 from . import schema
 from .direct import DirectFile
 from .schema import Invalid
@@ -83,7 +84,7 @@ def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         out.write(torch.frombuffer(bytearray(len(text).to_bytes(_LENGTH, "little") + text), dtype=torch.uint8))
         for _, tensor in ordered:
             if tensor.numel():
-                out.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+                out.write(as_bytes(tensor))
         return out.finish()
 
 

@@ -116,7 +116,7 @@ def attempt(test: Callable[[], str]) -> tuple[bool, str]:
     try:
         return True, test()
     except Exception as error:
-        return False, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return False, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def reduce_once(mesh: Mesh) -> str:
@@ -205,7 +205,7 @@ def _mpi() -> tuple[str, ...]:
     )
     if missing or launcher is None:
         return "absent", missing
-    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+    _, version = _run([launcher, "--version"], {}, SECONDS)
     more = ["--oversubscribe"] if "Open MPI" in version else []
     environ = {"OMP_NUM_THREADS": "1"}
     if os.geteuid() == 0:  # as in containers, where Open MPI wants to be told that this is meant
@@ -242,6 +242,8 @@ def _run(command: list[str], environ: dict[str, str], seconds: float) -> tuple[b
         done = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return False, f"did not end within {seconds:g} s"
+    except OSError as error:
+        return False, str(error)
     if done.returncode:
         return False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return True, done.stdout.strip()

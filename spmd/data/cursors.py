@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 from collections import deque
@@ -57,7 +58,7 @@ class Shards:
     """
 
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
-        self._shards, self._open = shards, opened
+        self._shards, self._open, self._takes_at = shards, opened, _takes_at(opened)
         count = len(shards)
         # With fewer shards than streams, each is read in parts, equally many by every stream; else no two share one.
         self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
@@ -78,19 +79,22 @@ class Shards:
 
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
-        records = self._open(shard) if at is None else self._open(shard, at)
-        try:
-            self._records = iter(records)
-        except TypeError:
+        at = at if self._takes_at else None
+        records = _called(self._open, shard, **({} if at is None else {"at": at}))
+        if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
             raise SpecError(
                 "a Stream's open(shard) returned nothing to iterate over",
                 got=f"a {type(records).__name__} for {shard!r}",
                 remedy="yield the records in it, or return an iterator over them",
-            ) from None
+            )
+        self._records = iter(records)
         if at is not None:
             return
-        for _ in range(skip):
-            next(self._records)
+        if sum(1 for _ in itertools.islice(self._records, skip)) < skip:
+            raise SpecError(
+                f"a Stream is to go on at record {skip} of {shard!r}, which has fewer",
+                remedy="resume with the shards that the checkpoint was made with",
+            )
 
     def _note(self, shard: int) -> None:
         if process.note.kept:
@@ -126,7 +130,7 @@ class Shards:
         return found
 
     def state(self) -> State:
-        tell = getattr(self._records, "tell", None)
+        tell = getattr(self._records, "tell", None) if self._takes_at else None
         return [self._unit, self._read, tell() if tell is not None and self._read else None]
 
 
@@ -142,10 +146,7 @@ class Mapped:
         sample = next(self._source)
         seed_generators(numbered(self._key, self._count))
         self._count += 1
-        try:
-            return self._function(seen(sample))
-        except StopIteration as error:
-            raise RuntimeError(f"{self._function!r} raised StopIteration") from error
+        return _called(self._function, seen(sample))
 
     def state(self) -> State:
         return [self._count, self._source.state()]
@@ -164,7 +165,7 @@ class Filtered:
             sample = next(self._source)
             seed_generators(numbered(self._key, self._count))
             self._count += 1
-            if self._predicate(seen(sample)):
+            if _called(self._predicate, seen(sample)):
                 return sample
 
     def state(self) -> State:
@@ -318,6 +319,22 @@ def taken(cursor: Any, count: int) -> list[Any]:
         while len(found) < count:
             found.append(next(cursor))
     return found
+
+
+def _takes_at(opened: Callable[..., Any]) -> bool:
+    """Whether a user's function opens a shard at a position; a file, too, has `tell`, and no use for it."""
+    try:
+        return "at" in inspect.signature(opened).parameters
+    except ValueError:  # a builtin
+        return False
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a user's function returns; a StopIteration that it raises would be taken for the end of the stream."""
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(f"{function!r} raised StopIteration") from error
 
 
 def _only(found: list[Any]) -> Any:

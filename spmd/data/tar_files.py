@@ -36,6 +36,9 @@ def members(file: Any) -> Iterator[tuple[int, str, bytes]]:
         tar.members.clear()  # or it keeps them all
         if member.isfile():
             yield member.offset, member.name, tar.extractfile(member).read()
+    file.seek(tar.offset)
+    if file.read(_BLOCK).strip(b"\0"):  # `tarfile` takes it for the end
+        raise tarfile.ReadError(f"the header at byte {tar.offset} is damaged, or not all there")
     tar.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
+import mmap
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -75,6 +77,15 @@ PLUGINS = """\
 def test_plugins_are_no_second_libnccl() -> None:
     """They are mapped beside it in the images of clouds and of HPC-X."""
     assert nccl_library.mapped_files(PLUGINS) == ["/opt/nccl/lib/libnccl.so.2.32.3"]
+
+
+def test_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff"
+    with open(name, "w+b") as file:
+        file.write(b"1")
+        file.flush()
+        with mmap.mmap(file.fileno(), 1):
+            assert not any(path.startswith(str(tmp_path)) for path in nccl_library.mapped_files())
 
 
 def test_real_communicator_has_what_is_called(library: nccl_library.Library) -> None:

@@ -34,6 +34,8 @@ def orders() -> dict[str, torch.Tensor]:
         "half": torch.arange(6).reshape(2, 3).t().bfloat16(),
         "unusual": torch.empty_strided((1, 3, 1), (17, 1, 99)).zero_(),
         "scalar": torch.tensor(2.5),
+        "one of two": torch.arange(2.0)[1:].as_strided((1,), (2,)),  # contiguous, for torch
+        "imaginary": torch.tensor([1 + 2j]).conj().imag,
     }
 
 

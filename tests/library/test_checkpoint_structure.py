@@ -133,6 +133,22 @@ def test_keys_that_are_members_of_an_enum(tmp_path: Path) -> None:
         restore(tmp_path, like={Part.ENCODER: {Block.FIRST: torch.ones(3)}})
 
 
+def test_keys_that_are_truths(tmp_path: Path) -> None:
+    """They are no numbers, though Python takes True for 1."""
+    save(tmp_path, {True: 5, False: 6})
+    back = restore(tmp_path, like={True: 0, False: 0})
+    assert [*map(type, back)] == [bool, bool] and back == {True: 5, False: 6}
+    with pytest.raises(SpecError, match="another structure"):
+        restore(tmp_path, like={1: 0, 0: 0})
+
+
+def test_a_tree_of_one_leaf(tmp_path: Path) -> None:
+    save(tmp_path, torch.ones(2))
+    assert restore(tmp_path, like=torch.zeros(2)).equal(torch.ones(2))
+    with pytest.raises(SpecError, match=r"cannot write, the whole .*got object"):
+        save(tmp_path, object())
+
+
 def test_none_stands_for_a_whole_tree(tmp_path: Path) -> None:
     save(tmp_path, State({"w": 1}, {"state": {"m": [2, 3]}}, 4))
     assert restore(tmp_path, like=State(None, None)) == State({"w": 1}, {"state": {"m": [2, 3]}}, 4)

@@ -305,11 +305,33 @@ def test_a_needed_transport_that_fails(name: str, quiet: Callable, capsys: pytes
     assert text.endswith(f"\nfailed: {name}\n")
 
 
+def test_a_failure_without_a_text(
+    quiet: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet()
+    monkeypatch.setattr(_doctor, "_in_driver", lambda backend: next(iter(())))
+    assert main(["doctor"]) == 1
+    assert section(capsys.readouterr().out, "transports")["shm"] == "FAILS StopIteration:"
+
+
 def test_mpi_is_not_needed(quiet: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     quiet()
     monkeypatch.setattr(_doctor, "_mpi", lambda: ("FAILS", "no", "(not needed unless asked for)"))
     assert main(["doctor"]) == 0
     assert section(capsys.readouterr().out, "transports")["mpi"] == "FAILS no (not needed unless asked for)"
+
+
+def test_an_mpirun_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpi4py")
+    launcher = tmp_path / "mpirun"
+    launcher.write_text("#!/no/such/interpreter\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(launcher))
+    assert _doctor._mpi() == (
+        "FAILS",
+        f"[Errno 2] No such file or directory: '{launcher}'",
+        "(not needed unless asked for)",
+    )
 
 
 def test_without_shared_memory(

@@ -168,12 +168,25 @@ def test_numpy_arguments(mesh):
     total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"))
     frozen = np.arange(4.0)
     frozen.flags.writeable = False
-    for x in (np.arange(4.0), frozen, np.arange(8.0)[::2] / 2, np.arange(4.0)[::-1], np.arange(4).astype(">f8")):
+    records = np.array([(0.0, 1), (1.0, 1), (2.0, 1), (3.0, 1)], dtype=[("x", "f8"), ("y", "i4")])
+    for x in (frozen, np.arange(8.0)[::2] / 2, np.arange(4.0)[::-1], np.arange(4).astype(">f8"), records["x"]):
         assert float(total(x)) == 6.0
     image = np.arange(8).reshape(2, 2, 2)
     assert np.array_equal(
         np.asarray(spmd(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(image)), image
     )
+
+
+def test_numpy_results(mesh):
+    """Also of kinds that torch does not take as they are; what would lose its mask is refused."""
+    for change in (np.flip, lambda x: x.astype(">f4")[::-1], lambda x: np.broadcast_to(x[-1], 3) - x):
+        assert spmd(lambda x, change=change: change(x.numpy()), mesh=mesh)(torch.arange(3.0)).full().tolist() == [
+            2,
+            1,
+            0,
+        ]
+    with pytest.raises(SpecError, match="lose its mask"):
+        spmd(lambda x: np.ma.masked_less(x.numpy(), 1), mesh=mesh)(torch.arange(3.0)).full()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

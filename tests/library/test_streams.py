@@ -314,6 +314,23 @@ def test_files_are_read_once_and_from_any_position(shared_mesh, tmp_path):
             assert [batch.full().tolist() for batch in other] == found[at + 1 :], (name, at)
 
 
+def test_files_opened_by_python_itself(shared_mesh, tmp_path):
+    """They have a `tell()`, which lines of text forbid, and `open` a second argument, which is no position."""
+    paths = [tmp_path / str(i) for i in range(3)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(f"{10 * i + j}\n" for j in range(6)))
+    for opened in (open, Path.open):
+        loader = Loader(Stream(paths, opened).map(int), 4, mesh=shared_mesh({"data": 2}), seed=1)
+        batches, states = [], []
+        for batch in loader:
+            batches.append(batch.full().tolist())
+            states.append(loader.state_dict())
+        assert flat(batches) == [10 * i + j for i in range(3) for j in range(6)]
+        other = Loader(Stream(paths, opened).map(int), 4, mesh=shared_mesh({"data": 1}), seed=1)
+        other.load_state_dict(states[1])
+        assert [batch.full().tolist() for batch in other] == batches[2:]
+
+
 # -- when it goes wrong -----------------------------------------------------------------------------------------------
 
 
@@ -328,6 +345,46 @@ def test_what_fails_names_the_record(shared_mesh, workers):
         list(Loader(Stream(["a", "b"], failing), 2, mesh=mesh, workers=workers))
     if sys.version_info >= (3, 11):
         assert "[reading record 5 of 'a']" in "".join(caught.value.__notes__) or "of 'b'" in str(caught.value.__notes__)
+
+
+def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
+    def stops(x):
+        return x != 102 or next(iter(()))
+
+    def opened(shard):
+        return next(iter(())) if shard == 1 else numbers(shard)
+
+    mesh = shared_mesh({"data": 2})
+    for stream in (
+        Stream(range(4), numbers).map(stops),
+        Stream(range(4), numbers).filter(stops),
+        Stream(range(4), opened).map(lambda x: x),
+    ):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            all_of(stream, mesh)
+
+
+def test_a_type_error_of_an_iterator_is_the_programs_own(shared_mesh):
+    class Fails:
+        def __iter__(self):
+            raise TypeError("of the program")
+
+    with pytest.raises(TypeError, match="of the program"):
+        all_of(Stream([0], lambda shard: Fails()), shared_mesh({"data": 2}))
+    with pytest.raises(SpecError, match="returned nothing to iterate over"):
+        all_of(Stream([0], lambda shard: None), shared_mesh({"data": 2}))
+
+
+def test_a_shard_that_has_become_shorter_is_refused(shared_mesh):
+    def some(count):
+        return Stream([0], lambda shard: iter(range(count))).map(lambda x: x)
+
+    loader = Loader(some(9), 4, mesh=shared_mesh({"data": 1}), prefetch=0)
+    next(iter(loader))
+    shorter = Loader(some(3), 4, mesh=shared_mesh({"data": 1}))
+    shorter.load_state_dict(loader.state_dict())
+    with pytest.raises(SpecError, match="go on at record 4 of 0, which has fewer"):
+        list(shorter)
 
 
 def test_a_seed_of_numpy_draws_as_python_s(shared_mesh):

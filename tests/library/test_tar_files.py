@@ -81,3 +81,19 @@ def test_a_file_that_ends_within_a_member_is_refused(shared_mesh, tmp_path):
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(tarfile.ReadError, match="unexpected end of data"):
         list(Loader(read_by_stream(path), 1, mesh=mesh))
+
+
+@pytest.mark.parametrize("kind", ["plain", "links"])
+def test_a_damaged_header_is_not_the_end(shared_mesh, tmp_path, kind):
+    """For `tarfile` alone it is, if it is not the first."""
+    path, mesh = tmp_path / "samples.tar", shared_mesh({"data": 1})
+    write(path, "gnu", PLAIN, links=kind == "links")
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1].offset
+    whole = path.read_bytes()
+    for damaged in (whole[: last + 200], whole[:last] + b"damage" + whole[last + 6 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(tarfile.ReadError, match=f"header at byte {last} is damaged"):
+            list(Loader(read_by_stream(path), 1, mesh=mesh))
+    path.write_bytes(whole.rstrip(b"\0").ljust(len(whole) - len(whole) % 512, b"\0"))
+    assert len(list(Loader(read_by_stream(path), 1, mesh=mesh))) == len(PLAIN)

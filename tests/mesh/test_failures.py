@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import re
 import signal
@@ -163,6 +164,14 @@ def test_errors_of_this_library_with_arguments_and_notes_of_a_program(shared_mes
         vars(error)["__notes__"] = ["[at night]"]  # as `add_note` of Python 3.11
         raise error
 
+    def unpickled_without_notes():
+        error = json.JSONDecodeError("no value", "{", 1)
+        vars(error)["__notes__"] = ["[in line 7]"]
+        raise error
+
+    with pytest.raises(json.JSONDecodeError) as broken:
+        mesh.run(unpickled_without_notes)
+    assert broken.value.pos == 1 and broken.value.__notes__[0] == "[in line 7]"
     with pytest.raises(SpecError) as caught:
         mesh.run(own)
     assert type(caught.value).__name__ == "OfProgram" and caught.value.args == ("no such column", 7)

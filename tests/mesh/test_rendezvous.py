@@ -275,3 +275,17 @@ def test_the_meeting_place_is_removed(tmp_path: Path) -> None:
     code = "import sys; from spmd import Mesh, initialize; initialize(0, 1, init_method=sys.argv[1]); mesh = Mesh()"
     assert run("-c", f"{code}; print(mesh.size)", f"file://{tmp_path}/meet", env=ENDS_WHOLLY)[:2] == (0, "1\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parent_whose_name_the_kernel_has_cut_within_a_character() -> None:
+    """Ranks of one parent meet at a file that is named after it; of a name the kernel keeps 15 bytes."""
+    code = """
+import ctypes, os
+ctypes.CDLL(None).prctl(15, "abcdefghijklmné".encode())  # PR_SET_NAME
+if child := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+from spmd import Mesh
+print(Mesh().size)
+"""
+    told = {"SPMD_RANK": "0", "SPMD_SIZE": "1"}
+    assert run("-c", code, without=["SPMD_"], env=told)[:2] == (0, "1\n")

@@ -317,6 +317,18 @@ def test_a_stopped_rank_that_nobody_waits_for(mesh: Mesh) -> None:
     assert works(mesh) and mesh.driver.pids[1] == pid
 
 
+def test_a_name_that_the_kernel_cuts_within_a_character(mesh: Mesh) -> None:
+    """It keeps 15 bytes of a process's or a thread's name."""
+
+    def renamed() -> None:
+        ctypes.CDLL(None).prctl(15, "abcdefghijklmné".encode())  # PR_SET_NAME
+        time.sleep(GRACE / 2)  # the driver looks at it meanwhile
+
+    mesh.run(renamed)
+    assert mesh.stacks().count("(abcdefghijklmn\N{REPLACEMENT CHARACTER})") == 2
+    assert works(mesh)
+
+
 # -- stacks -----------------------------------------------------------------------------------------------------------
 
 

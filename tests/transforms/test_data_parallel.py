@@ -152,6 +152,10 @@ def test_mistakes_with_batches(shared_mesh):
         data_parallel(lambda batch: batch, bucket_mb=0)
     with pytest.raises(MeshError, match="outside a region"):
         data_parallel(lambda batch: batch)(torch.ones(2))
+    optional = data_parallel(lambda w, batch=None: w)
+    for call in (spmd(optional, mesh=mesh), spmd(lambda w: optional(w), mesh=mesh)):
+        with pytest.raises(SpecError, match=r"called without its batch .*an argument named 'batch'"):
+            call(torch.ones(2)).full()
 
     @data_parallel
     def step(batch, scale=None):
