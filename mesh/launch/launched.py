@@ -46,7 +46,7 @@ def join(
     """Meet the other ranks; returns this rank's session, and the backend that was chosen."""
     global _meshes
     check_not_imported_by_worker()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # else ranks would go on if the launcher was killed
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"}:  # it would go on if its launcher was killed
         end_with_parent(os.getppid())
     _meshes += 1
     _write_whole_lines()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from fork_server import Forked, ForkServer
 from patience import HANGS, end_within, until
@@ -81,11 +83,23 @@ while True:
 """
 
 
-def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "-m", "spmd", "run"],
+        pytest.param(
+            ["mpirun", "--allow-run-as-root", "--oversubscribe"],
+            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun"),
+        ),
+    ],
+    ids=["spmd run", "mpirun"],
+)
+def test_ranks_end_with_their_launcher(tmp_path: Path, command: list[str]) -> None:
     script, pids = tmp_path / "job.py", tmp_path / "pids"
     script.write_text(SLEEPS)
     pids.mkdir()
-    with subprocess.Popen([sys.executable, "-m", "spmd", "run", "-n", "2", str(script), str(pids)]) as launcher:
+    python = [sys.executable] if command[0] == "mpirun" else []
+    with subprocess.Popen([*command, "-n", "2", *python, str(script), str(pids)]) as launcher:
         try:
             end = time.monotonic() + HANGS
             while len(list(pids.iterdir())) < 2:
