@@ -116,10 +116,11 @@ class StoreProgress:
             return
         if self._before == self._published or has_ended(self._store):
             return
-        wait = None if self.wait is None else dataclasses.astuple(self.wait)
-        self._store.set(self._key(now[0], self.rank), json.dumps([region, active, wait, done]))
-        self._store.add(self._key(now[0], "records"), 1)
-        self._published = self._before
+        self._published = self._before  # first: where it fails, the watch says so, and it is not tried again
+        generation, _, waits = now
+        wait = None if waits is None else dataclasses.astuple(waits)
+        self._store.set(self._key(generation, self.rank), json.dumps([region, active, wait, done]))
+        self._store.add(self._key(generation, "records"), 1)
 
     def of(self, rank: int) -> Published | None:
         """What another rank has published last, if it has published anything."""
@@ -188,8 +189,9 @@ class GroupProgress:
             return _UNOPENED, 0
         if self._begun is None:
             return self.finished, self.finished + len(self._queue)
-        (begun,), queued = self._begun, sum(each.begun for each in self._queue)
-        return begun - max(1, queued), begun + len(self._queue) - queued
+        queue = tuple(self._queue)  # another thread may change it
+        (begun,), queued = self._begun, sum(each.begun for each in queue)
+        return begun - max(1, queued), begun + len(queue) - queued
 
     def published(self) -> list[int]:
         return [*self.counts(), *self._sent]
@@ -229,9 +231,11 @@ class GroupProgress:
         if mine is None or (mine.group, mine.number) != (self._name, number):
             mine = Wait(self._name, number, self._ranks, f"waiting in {what} at {call_site()}") if is_alone() else None
             progress.wait, progress.waits_from = mine, now
-        for rank in peers if mine is not None and now - progress.waits_from > _SECONDS else ():
+        if mine is None or now - progress.waits_from < _SECONDS:
+            return
+        for rank in peers:
             found = progress.of(self._ranks[rank])
-            theirs = None if found is None else found.wait
+            theirs = None if found is None or self._ranks[rank] == progress.rank else found.wait
             if theirs is None or progress.rank not in theirs.ranks or self._of(rank)[1] > number:
                 continue
             group = progress.groups.get(theirs.group)
@@ -264,7 +268,9 @@ def _look_at(progress: StoreProgress) -> None:
 
 def _look() -> None:
     while not _over.wait(_SECONDS):
-        for progress in tuple(_looked_at):
+        with _lock:
+            found = tuple(_looked_at)
+        for progress in found:
             with contextlib.suppress(dist.DistError):  # the watch notices that, too
                 progress.look()
 
@@ -278,8 +284,8 @@ def _end() -> None:
 
 
 def _in_child() -> None:
-    global _thread, _lock
-    _thread, _lock = None, threading.Lock()
+    global _thread, _lock, _over
+    _thread, _lock, _over = None, threading.Lock(), threading.Event()
     _looked_at.clear()
 
 

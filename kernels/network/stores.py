@@ -35,7 +35,7 @@ def limit_silence(store: Any, seconds: float) -> None:
     store = innermost(store)
     if not isinstance(store, dist.TCPStore):
         return
-    options = [
+    options: list[tuple[int, int, Any]] = [
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds)),
         (socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
