@@ -20,7 +20,7 @@ from .callsite import call_site
 from .errors import PeerLost, SpmdError
 from .flat import spans
 from .operations import Operations, Ready, Sleep, Steps, Work
-from .progress import ProgressCounters
+from .progress import Counters
 from .reduction import Op, check_op
 from .shm.board import Board
 from .waiting import Watch, turn
@@ -50,7 +50,7 @@ class Communicator(abc.ABC):
         self.timeout, self.oversubscribed = timeout, oversubscribed
         self._watch, self._debug = watch, debug.enabled()
         self._board = watch if isinstance(watch, Board) else None
-        self._counters: ProgressCounters | None = None  # for transports with no other way to know who took part
+        self._counters: Counters | None = None  # for transports with no other way to know who took part
         self._operations = Operations(self, ranks, watch, timeout=timeout, oversubscribed=oversubscribed)
         self.plans: dict[Any, Any] = {}  # plans of buckets, kept from step to step
 

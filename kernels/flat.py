@@ -23,6 +23,21 @@ def sizes(pieces: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if piece is None else piece.nbytes for piece in pieces]
 
 
+def without_own(
+    sends: Sequence[torch.Tensor | None], recvs: Sequence[torch.Tensor | None], here: int
+) -> tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None], tuple[torch.Tensor, torch.Tensor] | None]:
+    """Bytes for, and from, each rank without those that rank `here` sends to itself, and (target, source) of these.
+
+    The latter, which need no staging, are None if there are none, or if they overlap.
+    """
+    target, piece = recvs[here], sends[here]
+    if target is None or piece is None or target.numel() != piece.numel():
+        return sends, recvs, None
+    if 0 < abs(target.data_ptr() - piece.data_ptr()) < piece.numel():
+        return sends, recvs, None
+    return (*sends[:here], None, *sends[here + 1 :]), (*recvs[:here], None, *recvs[here + 1 :]), (target, piece)
+
+
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that hold a tensor's bytes: itself, or the parts of a sparse or nested one, values last."""
     if tensor.layout is torch.strided:

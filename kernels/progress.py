@@ -7,10 +7,27 @@ the region without its part can then end at once. Invariant: a rank counts an op
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from .call import word_key
 from .shm.arena import Arena
 from .shm.pages import PAGE
+
+
+class Counters(Protocol):
+    """What a communicator asks of the counts of its group, wherever they are."""
+
+    finished: int
+
+    def finish(self) -> None: ...
+
+    def send(self, dst: int) -> None: ...
+
+    def finished_by(self, rank: int) -> int: ...
+
+    def sent_by(self, rank: int, dst: int) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class ProgressCounters:

@@ -131,24 +131,24 @@ def dumps(
     for flat in pickler.tensors:
         offsets.append(total)
         total += -(-flat.numel() * flat.element_size() // 64) * 64
-    buffer: Any
+    buffer: Any = None
     if total <= INLINE_BYTES:
         buffer = packet.inline = bytearray(total)
     elif allocate is not None:
         buffer = allocate(total)
-    else:
-        with named_limits():
-            packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
-            try:
+    try:
+        if buffer is None:
+            with named_limits():
+                packet.fd = os.memfd_create("spmd-values", os.MFD_CLOEXEC)
                 os.ftruncate(packet.fd, total)
                 buffer = mmap.mmap(packet.fd, total)
-            except BaseException:
-                packet.close()
-                raise
-    for flat, offset in zip(pickler.tensors, offsets, strict=True):
-        if flat.numel():
-            part = torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset)
-            flat.write(part) if isinstance(flat, Stacked) else part.copy_(flat)
+        for flat, offset in zip(pickler.tensors, offsets, strict=True):
+            if flat.numel():
+                part = torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset)
+                flat.write(part) if isinstance(flat, Stacked) else part.copy_(flat)
+    except BaseException:  # Ctrl-C, say
+        packet.close()
+        raise
     return packet
 
 

@@ -154,6 +154,14 @@ def along_axes(hosts: list[list[int]]) -> None:
         with pytest.raises(CollectiveMismatch, match=rf"rank {one}: barrier(.|\n)*rank {other}: all_red"):
             mesh.run(differ)
 
+        def leave_out(axis: str) -> None:
+            if mesh.rank != 0:
+                mesh.comm(axis).all_reduce(torch.ones(2))
+
+        for axis in ("host", "core"):  # rank 0 is waiting for all ranks by then, to tell its result
+            with pytest.raises(CollectiveMismatch, match=r"wait for each other:\n  rank 0: waiting in all_gather"):
+                mesh.run(leave_out, axis)
+
 
 def silence(hosts: list[list[int]]) -> None:
     """A rank that waits too long says for whom, and what the other ranks of its host do."""

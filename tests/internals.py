@@ -348,7 +348,7 @@ def stalls_at_once(monkeypatch: Any, is_alone: Callable[[], bool]) -> list[Any]:
     from spmd.kernels.shm import stalls
 
     monkeypatch.setattr(stalls, "_SECONDS", 0.0)
-    monkeypatch.setattr(stalls, "_is_alone", is_alone)
+    monkeypatch.setattr(stalls, "is_alone", is_alone)
     words = memoryview(array.array("Q", [0, 1, 1] * 2))
     return [stalls.Stalls(words, [(0, 1, 2), (3, 4, 5)], rank) for rank in range(2)]
 

@@ -25,6 +25,8 @@ from ..progress import ProgressCounters
 from ..shm.arena import Arena
 from ..waiting import Watch, wait_until
 from .authentication import code, key_of, seal, unseal
+from .hosts import HostWatch, StoreWatch
+from .progress import GroupProgress
 
 _TEXT = 240  # bytes of a header for the text of what a rank called and where
 
@@ -48,6 +50,7 @@ class NetworkedCommunicator(Communicator):
     ):
         super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
         self._store, self.channel = store, channel
+        self._progress: GroupProgress | None = None  # the `_counters` of ranks on several hosts
 
     @abc.abstractmethod
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
@@ -55,14 +58,16 @@ class NetworkedCommunicator(Communicator):
 
     def _meet(self) -> None:
         """Wait until all ranks are about to connect, under a name that no stale message has."""
-        if isinstance(self._watch, Arena):
-            if self._counters is not None:  # of the generation before, which all ranks have left
-                self._counters.close()
-            self._counters = ProgressCounters(self._watch, self.ranks, self.channel)
-        self._inbox: list[Any] = []  # messages not received yet: (source, tag, and the library's data for it)
-        self._received: dict[int, int] = {}  # how many messages were received, by source
         group = ",".join(map(str, self.ranks))
         self._name = f"{self.backend}/{self._watch.generation}/{self.channel}/{group}"
+        if self._counters is not None:  # of the generation before, which all ranks have left
+            self._counters.close()
+        if isinstance(self._watch, Arena):
+            self._counters = ProgressCounters(self._watch, self.ranks, self.channel)
+        elif isinstance(self._watch, HostWatch | StoreWatch):
+            self._counters = self._progress = self._watch.progress.group(self._name, self.ranks)
+        self._inbox: list[Any] = []  # messages not received yet: (source, tag, and the library's data for it)
+        self._received: dict[int, int] = {}  # how many messages were received, by source
         self._store.set(f"{self._name}/here/{self.rank}", secrets.token_hex(16))
         keys = [f"{self._name}/here/{rank}" for rank in range(self.size)]
 
@@ -71,6 +76,8 @@ class NetworkedCommunicator(Communicator):
                 if self._has_left(rank) and not self._store.check([keys[rank]]):
                     self._watch.check()
                     raise absent(self.ranks, self.rank, rank, "a collective", call_site())
+            if self._progress is not None:
+                self._progress.check_wait(f"the first operation of group {self.ranks}", range(self.size))
 
         def on_timeout() -> PeerLost:
             missing = [self.ranks[rank] for rank in range(self.size) if not self._store.check([keys[rank]])]
@@ -88,6 +95,9 @@ class NetworkedCommunicator(Communicator):
             on_timeout=on_timeout,
             on_stall=on_stall,
         )
+        if self._progress is not None:
+            self._progress.end_wait()
+            self._progress.open(self._operations.queue)
         self.key = code(key_of(self._store), self._name.encode(), self._store.get(keys[0]))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -131,6 +141,21 @@ class NetworkedCommunicator(Communicator):
         found = yield from matched(self._inbox, src, tag)
         self._received[found[0]] = self._received.get(found[0], 0) + 1
         return found
+
+    # -- what ends a wait ----------------------------------------------------------------------------------------------
+
+    def on_stall(self, work: Work) -> None:
+        super().on_stall(work)
+        if self._progress is not None and not work.is_bounded and not self._is_message(work):
+            self._progress.check_wait(work.what, work.peers)
+
+    def on_waited(self) -> None:
+        super().on_waited()
+        if self._progress is not None:
+            self._progress.end_wait()
+
+    def _has_left(self, rank: int) -> bool:
+        return super()._has_left(rank) if self._progress is None else self._progress.has_left(rank)
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if not self._is_message(work) or self._counters is None:

@@ -213,6 +213,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         return self._arena.lost(self._arena.participant(rank))
 
     def on_waited(self) -> None:
+        super().on_waited()
         self._arena.set_status("")
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:

@@ -7,9 +7,6 @@ a host that is cut off from the others notices it, too.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import struct
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +16,7 @@ import torch.distributed as dist
 from ..call import other_calls
 from ..errors import Aborted, PeerLost, message
 from ..shm.arena import Arena, StandingArena
-from .interface import is_loopback
+from .progress import GroupProgress, StoreProgress
 
 LEADER_SECONDS, OTHERS_SECONDS = 0.05, 0.5  # how often a waiting rank asks the store
 _DIGITS = 18  # a region's number has no more
@@ -37,6 +34,7 @@ class StoreWatch:
     def __init__(self, store: dist.Store, rank: int, *, address: str | None = None, seconds: float = LEADER_SECONDS):
         self._store, self._rank, self.address, self._seconds = store, rank, address, seconds
         self.generation = self.region = 0
+        self.progress = StoreProgress(store, rank, lambda: self.generation)
         self._call, self._waits_from = "", 0.0  # the region's call; when a wait in it began, or last published it
         self._next_look = self._lost_at = 0.0
         self.lost: str | None = None  # the error if the store did not answer; then it is not asked again
@@ -44,9 +42,10 @@ class StoreWatch:
 
     def enter(self, region: int, call: str = "") -> None:
         self.region, self._call, self._waits_from = region, call, 0.0
+        self.progress.enter(region)
 
     def leave(self) -> None:
-        """Do nothing: ranks of other hosts don't see who is in a region."""
+        self.progress.leave()
 
     def abort(self, text: str) -> None:
         if self.lost is None:
@@ -148,6 +147,22 @@ class HostArena(Arena):
         self.beyond.enter(region, call)
         super().enter(region, call)
 
+    def leave(self) -> None:
+        super().leave()
+        self.beyond.leave()
+
+    def opened(self, key: int, ranks: Sequence[int]) -> GroupProgress:
+        return self.beyond.progress.group(str(key), ranks)
+
+    def check_all_wait(self, what: str, steps: int, group: Any = None, peers: Sequence[int] = ()) -> None:
+        super().check_all_wait(what, steps)
+        if group is not None and peers:
+            group.check_wait(what, peers)
+
+    def end_wait(self) -> None:
+        super().end_wait()
+        self.beyond.progress.wait = None
+
     def abort(self, text: str) -> None:
         super().abort(text)
         self.beyond.abort(text)
@@ -183,6 +198,7 @@ class HostWatch:
 
     def __init__(self, arena: HostArena, hosts: Sequence[Sequence[int]]):
         self.arena, self.hosts, self.address = arena, hosts, arena.beyond.address
+        self.progress = arena.beyond.progress
         self.enter, self.leave = arena.enter, arena.leave
         self.in_debugger, self.set_in_debugger = arena.in_debugger, arena.set_in_debugger
         self.abort, self.check, self.check_peers = arena.abort, arena.check, arena.check_peers
@@ -203,38 +219,3 @@ class HostWatch:
         """The ranks of a group by host, in the order of the hosts' first ranks in it."""
         found = [[rank for rank in ranks if rank in host] for host in self.hosts]
         return sorted((host for host in found if host), key=lambda host: list(ranks).index(host[0]))
-
-
-def innermost(store: Any) -> Any:
-    """The store inside wrappers such as `PrefixStore`."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
-def leads_nowhere_else(store: Any) -> bool:
-    """Whether a store can be reached from this host only; a file may be on a file system that hosts share."""
-    return is_loopback(getattr(innermost(store), "host", ""))
-
-
-def limit_silence(store: Any, seconds: float) -> None:
-    """End a store's operations with an error if its host or process is silent for `seconds`.
-
-    torch waits for an answer as long as the connection exists: a quarter of an hour on a cut link, and for ever if the
-    process that runs the store is stopped. (Waiting for a key that nobody has set yet has its own timeout in torch.)
-    """
-    store = innermost(store)
-    if not isinstance(store, dist.TCPStore):
-        return
-    idle = max(1, int(seconds / 2))
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            # Only TCP sockets have a port; multiprocessing's pipes, for example, are nameless AF_UNIX sockets.
-            over_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if over_ip and connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
-                patience = struct.pack("ll", int(seconds), int(1e6 * (seconds % 1)))
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

@@ -13,6 +13,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..call import all_wait, other_calls
 from ..callsite import call_site
@@ -36,7 +37,6 @@ _ABORT, _GENERATION = 0, 1
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
 _BEGUN, _DONE, _STALL = 13, 14, 15
-
 _TRACED_SECONDS = 1.0  # between looks whether a rank is traced
 
 
@@ -175,7 +175,14 @@ class Board:
                 own, other = (name.rstrip(b"\0").decode(errors="replace") for name in (ours, theirs))
                 raise other_calls({self.mesh_rank: f"{own}, waiting in {waits_in()}", rank: other})
 
-    def check_all_wait(self, what: str, steps: int) -> None:
+    def opened(self, key: int, ranks: Sequence[int]) -> Any:
+        """What other hosts are told of a group of ranks here; None, as there are none."""
+        return None
+
+    def end_wait(self) -> None:
+        self.stalls.end()
+
+    def check_all_wait(self, what: str, steps: int, group: Any = None, peers: Sequence[int] = ()) -> None:
         """Note that this rank has waited in vain so far, for `what`, and raise if all ranks wait for each other."""
         self.set_waiting(what)
         if self.has_all_ranks and self.stalls.all_wait(steps):

@@ -16,7 +16,7 @@ from ..call import Call, check_pieces, disagreement, labels, shut_down, word_key
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
-from ..flat import as_bytes, contiguous, copy_back, sizes, writable
+from ..flat import as_bytes, contiguous, copy_back, sizes, without_own, writable
 from ..operations import Steps, Work
 from ..reduction import Op, reduce_in_order
 from ..waiting import turn, wait_until
@@ -62,6 +62,7 @@ class ShmCommunicator(Communicator):
         arena = self.arena
         arena.sweep()
         self._key = word_key("comm", arena.generation, self.ranks, self.channel)
+        self._progress = arena.opened(self._key, self.ranks)
         lines, whole = block_bytes(self.size)
         if self.rank == 0:
             block = self._block = arena.heap.allocate(whole)
@@ -72,6 +73,8 @@ class ShmCommunicator(Communicator):
         how: Any = {"operations": self._operations, "site": self.site, "spin": not self.oversubscribed}
         self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
         self._rings = Rings(arena, self.ranks, self.rank, self._key)
+        if self._progress is not None:
+            self._progress.open(self._operations.queue, self._slots.begun)
         self._kinds: dict[tuple, AllReduce] = {}
         self._last: NativeSum | None = None  # the last small sum: most often the next one is of the same kind
         self._gathered: set[int] = set()  # blocks with results of this group's `all_gathered`
@@ -88,7 +91,8 @@ class ShmCommunicator(Communicator):
         def on_stall() -> None:
             if self._has_left(0) and not opened():
                 raise self._absence([0], "a collective")
-            self.arena.check_all_wait(f"the first operation of group {self.ranks}", Work.steps_taken)
+            what = f"the first operation of group {self.ranks}"
+            self.arena.check_all_wait(what, Work.steps_taken, self._progress, [0])
 
         wait_until(
             opened,
@@ -159,11 +163,12 @@ class ShmCommunicator(Communicator):
             raise shut_down(self.ranks, self.rank, self.rank if self._closed else gone[0], work.what)
         super().on_stall(work)
         if not work.is_bounded:
-            self.arena.check_all_wait(work.what, Work.steps_taken)
+            peers = () if self._is_message(work) else work.peers
+            self.arena.check_all_wait(work.what, Work.steps_taken, self._progress, peers)
 
     def on_waited(self) -> None:
         super().on_waited()
-        self.arena.stalls.end()
+        self.arena.end_wait()
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if self._is_message(work):
@@ -185,21 +190,12 @@ class ShmCommunicator(Communicator):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def _exchange(self, call: Call | None, sends: Pieces, recvs: Pieces) -> Steps:
-        sends, recvs, own = self._without_own(sends, recvs)
+        sends, recvs, own = without_own(sends, recvs, self.rank)
         sequence, entries = yield from self._staged(call, sends, recvs, own)
         for (at, nbytes), target in zip(entries, recvs, strict=True):
             if target is not None:
                 copy(target, self.arena.tensor(at, nbytes, torch.uint8))
         self._slots.read(sequence)
-
-    def _without_own(self, sends: Pieces, recvs: Pieces) -> tuple[Pieces, Pieces, Own | None]:
-        """The pieces without the one that this rank sends to itself, and that one, which needs no staging."""
-        here, (target, piece) = self.rank, (recvs[self.rank], sends[self.rank])
-        if target is None or piece is None or target.numel() != piece.numel():
-            return sends, recvs, None
-        if 0 < abs(target.data_ptr() - piece.data_ptr()) < piece.numel():
-            return sends, recvs, None
-        return (*sends[:here], None, *sends[here + 1 :]), (*recvs[:here], None, *recvs[here + 1 :]), (target, piece)
 
     def _staged(self, call: Call | None, sends: Pieces, recvs: Pieces, own: Own | None = None) -> Steps:
         """Stage pieces for others to read; returns the operation, and (offset, bytes) of each rank's piece for us."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 _SECONDS = 1.0  # that all ranks wait until it is clear
 _LOOKS = 10  # of each rank, in that time
 _HALF = 32
-_BESIDE = {"spmd-nccl-watchdog", "spmd-mailbox"}  # threads that do no rank's part in anything
+_BESIDE = {"spmd-nccl-watchdog", "spmd-mailbox", "spmd-progress"}  # threads that do no rank's part in anything
 
 
 class Stalls:
@@ -40,7 +40,7 @@ class Stalls:
         Args:
             steps: how many steps of operations this rank has taken so far: in a wait for one it goes on with others.
         """
-        if not _is_alone():
+        if not is_alone():
             self.end()  # that of another thread may begin during a wait
             return False
         if steps != self._steps:
@@ -68,7 +68,7 @@ class Stalls:
             self._words[at] = wait + 1 << _HALF
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
     """Whether no other thread of this process may do its part while this one waits.
 
     Of threads that were started without `threading` it has no list: those that it met stay in it when they have ended.

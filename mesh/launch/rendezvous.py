@@ -23,8 +23,8 @@ from ...kernels.arguments import is_whole
 from ...kernels.callsite import public
 from ...kernels.errors import MeshError
 from ...kernels.network.authentication import AuthenticatedStore, code
-from ...kernels.network.hosts import innermost, leads_nowhere_else, limit_silence
 from ...kernels.network.interface import address_of, chosen, is_loopback, towards
+from ...kernels.network.stores import innermost, leads_nowhere_else, limit_silence
 from ...kernels.processes import ancestors, environ_of, listens, stat_of
 from .environments import Launch, detect, variables_of
 from .meeting import url

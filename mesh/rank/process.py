@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.network.authentication import AuthenticatedStore, code
-from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch, limit_silence
+from ...kernels.network.hosts import LEADER_SECONDS, OTHERS_SECONDS, HostArena, HostWatch, StoreWatch
+from ...kernels.network.stores import limit_silence
 from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena

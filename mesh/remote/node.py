@@ -244,6 +244,7 @@ class Node(Owned):
             for one in waiting:
                 with contextlib.suppress(Exception):
                     one.settle(None, MeshError(f"{one.what} has no result: {why}", remedy=remedy))
+            self.caller.restoring.close()
             if self._thread is None:
                 self._exchange.give_back()
             else:

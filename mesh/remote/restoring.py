@@ -67,12 +67,17 @@ class Restorable:
     first: tuple[int, int] = (0, 0)
     handle: Callable[[], Any] = lambda: None
 
+    def drop_coming(self) -> None:
+        """Forget a result whose state will not come."""
+        if self.coming is not None:
+            self.coming[2].close()
+            self.coming = None
+
     def close(self) -> None:
-        for packet in (self.making, self.state, *(done[2] for done in (self.last, self.coming) if done is not None)):
+        self.drop_coming()
+        for packet in (self.making, self.state, None if self.last is None else self.last[2]):
             if packet is not None:
                 packet.close()
-        for sent in self.sent.values():
-            sent.packet.close()
 
 
 class Restoring:
@@ -151,8 +156,15 @@ class Restoring:
         """A process has ended: make its objects again; the node's lock is held."""
         for one in self.objects.values():
             if one.owner == peer and not one.away:
+                one.drop_coming()
                 one.away = True
                 self._start(one)
+
+    def close(self) -> None:
+        """Forget all objects."""
+        with self._post.lock:
+            for name in [*self.objects]:
+                self.forget(name)
 
     def await_made(self, seconds: float) -> None:
         """Wait, at most for so long, while objects are being made again."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ..kernels.communicator import Communicator
 from ..kernels.errors import Aborted, PeerLost
 from ..kernels.network.authentication import AuthenticatedStore, code
-from ..kernels.network.hosts import HostWatch, StandingHostArena, leads_nowhere_else, limit_silence
+from ..kernels.network.hosts import HostWatch, StandingHostArena
+from ..kernels.network.stores import leads_nowhere_else, limit_silence
 from ..kernels.registry import beside_nccl, make_communicator
 from ..kernels.shm.arena import Arena, StandingArena
 from ..kernels.waiting import turn

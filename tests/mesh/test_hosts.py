@@ -27,6 +27,7 @@ from patience import HANGS, end_within, quick, running, until
 from torch import nn
 
 from spmd import (
+    CollectiveMismatch,
     Loader,
     Mesh,
     MeshError,
@@ -170,6 +171,48 @@ def test_an_exception_ends_the_region_everywhere(mesh: Mesh) -> None:
     with pytest.raises(KeyError, match="two"):
         mesh.run(fail)
     assert works(mesh)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_collective_that_a_rank_leaves_out(mesh: Mesh, rank: int) -> None:
+    @spmd(mesh=mesh, check="never")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x if mesh.rank == rank else psum(x, "data")
+
+    def send() -> None:
+        if mesh.rank == 1:
+            mesh.comm().recv(torch.ones(2), rank)
+
+    assert works(mesh)
+    x = put(torch.ones(3), mesh=mesh)
+    with pytest.raises(CollectiveMismatch, match=rf"rank {rank} left the region without its part in all_reduce"):
+        step(x).full()
+    assert works(mesh)
+    with pytest.raises(CollectiveMismatch, match=rf"rank {rank} left the region without its part in recv from {rank}"):
+        mesh.run(lambda: (mesh.comm().barrier(), send()))
+    assert works(mesh)
+
+
+def test_ranks_that_are_late_or_early_leave_nothing_out(mesh: Mesh) -> None:
+    """For longer than it takes until ranks publish that they have left, or that they wait."""
+
+    def body() -> float:
+        comm, found = mesh.comm(), torch.zeros(2)
+        if mesh.rank == 2:
+            time.sleep(3.0)
+        total = float(comm.all_reduced(torch.tensor(1.0)))
+        for number in (3.0, 5.0):  # the second message finds an open connection, so that its sender leaves at once
+            if mesh.rank == 0:
+                comm.send(torch.full((2,), number), 3)
+            elif mesh.rank == 3:
+                time.sleep(number - 3.0)
+                comm.recv(found, 0)
+        return total + float(found[0])
+
+    assert mesh.run(body) == [4, 4, 4, 9]
+    late = mesh.submit(time.sleep, 3.0, rank=1)
+    assert works(mesh)
+    late.result()
 
 
 def test_what_is_refused(mesh: Mesh) -> None:

@@ -677,6 +677,46 @@ class Fragile(Ledger):
         time.sleep(HANGS)
 
 
+class Saved(Fragile):
+    """Says when it has saved."""
+
+    def save(self) -> list[str]:
+        Path(self.lines[0]).touch()
+        return self.lines
+
+
+def open_values() -> int:
+    """How many descriptors this process has of tensors on their way."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += "spmd-values" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+@HOSTS
+def test_results_of_objects_that_save_are_let_go(make_mesh: Any, tmp_path: Path, hosts: str | None) -> None:
+    mesh, before, saved = make_mesh({"data": 2}, hosts=hosts), open_values(), tmp_path / "saved"
+    ledger = mesh.remote(Saved, str(saved), rank=1, restore=True)
+    pid = ledger.where().get()
+    ledger.write("x" * (1 << 25)).get()  # its state takes a while to send
+    answered, goes_on = threading.Event(), threading.Event()
+    ledger.where().add_done_callback(lambda _: (answered.set(), goes_on.wait(HANGS)))
+    assert answered.wait(HANGS)  # now this process reads nothing from the rank
+    saved.unlink()
+    large = ledger.much()
+    assert until(saved.exists)
+    time.sleep(0.5)  # so that the result is on its way, and the state is not
+    os.kill(pid, signal.SIGKILL)
+    goes_on.set()
+    assert float(large.get(HANGS).sum()) == 1 << 18
+    assert ledger.write("y").get(HANGS) == 3
+    assert open_values() == before
+    ledger.much().get()
+    mesh.close()
+    assert open_values() == before
+
+
 def test_objects_that_could_not_be_made_leave_nothing(mesh: Mesh) -> None:
     def refuse() -> None:
         raise LookupError("no room")

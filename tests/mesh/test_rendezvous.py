@@ -27,6 +27,18 @@ from spmd import MeshError, initialize
 
 TIMEOUT = 3  # of those that wait in vain
 
+# It reads nothing from a pipe whose other end is closed.
+CLOSES_A_PIPE = """
+import os
+from spmd import Mesh, initialize
+reading, writing = os.pipe()
+os.set_blocking(reading, False)
+initialize(0, 1, init_method="METHOD")
+with Mesh(timeout=60) as mesh:
+    os.close(writing)
+    print(os.read(reading, 1), mesh.rank)
+"""
+
 # What each process runs, given how to start; it says how long it took, and what came of it.
 PROGRAM = f"""
 import datetime, os, sys, time
@@ -289,3 +301,8 @@ print(Mesh().size)
 """
     told = {"SPMD_RANK": "0", "SPMD_SIZE": "1"}
     assert run("-c", code, without=["SPMD_"], env=told)[:2] == (0, "1\n")
+
+
+def test_open_files_are_not_kept() -> None:
+    code, out, err = run("-c", CLOSES_A_PIPE.replace("METHOD", f"tcp://127.0.0.1:{free_port()}"))
+    assert (code, out) == (0, "b'' 0\n"), err

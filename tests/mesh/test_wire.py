@@ -147,6 +147,13 @@ def test_what_is_stacked_arrives_as_one_tensor(room):
     assert Stacked.of(samples[:2]) is None and Stacked.of([*samples, torch.rand(70, 61)]) is None
 
 
+def test_what_could_not_be_packed_leaves_no_descriptor():
+    before = descriptors()
+    with pytest.raises(RuntimeError, match="equal size"):
+        wire.dumps(Stacked([torch.ones(40_000), torch.ones(3)]))
+    assert descriptors() == before
+
+
 def test_what_was_received_is_private():
     packet = wire.dumps(torch.zeros(1 << 16))
     one, two = wire.loads(packet), wire.loads(packet)
