@@ -80,7 +80,7 @@ class Shards:
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
         at = at if self._takes_at else None
-        records = _called(self._open, shard, **({} if at is None else {"at": at}))
+        records = _called(self._open, shard) if at is None else _called(self._open, shard, at)
         if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
             raise SpecError(
                 "a Stream's open(shard) returned nothing to iterate over",
@@ -322,17 +322,18 @@ def taken(cursor: Any, count: int) -> list[Any]:
 
 
 def _takes_at(opened: Callable[..., Any]) -> bool:
-    """Whether a user's function opens a shard at a position; a file, too, has `tell`, and no use for it."""
+    """Whether a user's function opens a shard at a position, its second argument; a file's `mode` is none."""
     try:
-        return "at" in inspect.signature(opened).parameters
+        second = [*inspect.signature(opened).parameters.values()][1:2]
     except ValueError:  # a builtin
         return False
+    return any(each.kind is each.POSITIONAL_OR_KEYWORD and not isinstance(each.default, str) for each in second)
 
 
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _called(function: Callable[..., Any], *args: Any) -> Any:
     """What a user's function returns; a StopIteration that it raises would be taken for the end of the stream."""
     try:
-        return function(*args, **kwargs)
+        return function(*args)
     except StopIteration as error:
         raise RuntimeError(f"{function!r} raised StopIteration") from error
 

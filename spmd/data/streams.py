@@ -85,9 +85,9 @@ class Stream:
         shards: what to open: paths, or anything else that can be pickled. Give several for each virtual stream: with
             fewer shards than streams, several streams read the same shard, each keeping its share of the records.
         open: `open(shard)` returns an iterator over the shard's records; it must not draw random numbers (`map` may).
-            If it has an argument of the name `at`, `open(shard, at)`, a resumed run passes it what the iterator's
-            `tell()` returned (JSON: numbers, strings, lists), and reads on there; else a resumed run reads the shard's
-            first records again and drops them.
+            If it also takes a position, `open(shard, at)`, a resumed run calls it with what the iterator's `tell()`
+            returned (JSON: numbers, strings, lists), and reads on there; else a resumed run reads the shard's first
+            records again and drops them.
 
     Raises:
         SpecError: there are no shards, or `open` can't be called.

@@ -73,7 +73,7 @@ def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "77"}])
 @pytest.mark.parametrize("ways", [[], ["-m", "spmd", "run", "-n", "1"]], ids=["driver", "launched"])
-def test_openmp_does_not_keep_cores_busy_between_operations(tmp_path: Path, ways: list[str], own: dict[str, str]) -> None:
+def test_openmp_does_not_keep_cores_busy(tmp_path: Path, ways: list[str], own: dict[str, str]) -> None:
     program = script(tmp_path, "from spmd import Mesh\nwith Mesh({'data': 1}) as mesh: print(mesh.run(int))")
     status, out, err = run(*ways, program, env={"OMP_DISPLAY_ENV": "verbose", **own}, fresh=True)
     assert (status, out) == (0, "[0]\n"), err
