@@ -38,3 +38,14 @@ def copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
     tensor([1, 1], dtype=torch.uint8)
     """
     ctypes.memmove(out.data_ptr(), source.data_ptr(), out.nbytes)
+
+
+def copy_alone(out: torch.Tensor, source: torch.Tensor) -> None:
+    """The same on any device, on this thread alone.
+
+    torch copies what is large by several threads, which then wait for more work, and keep cores busy that ranks need.
+    """
+    if source.is_cpu:
+        copy_bytes(out, source)
+    else:
+        out.copy_(source)

@@ -26,6 +26,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from ..kernels.copying import copy_alone
 from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.processes import ThreadBuffer
@@ -121,8 +122,7 @@ def dumps(
     Args:
         allocate: gives memory for this many bytes of tensors, if these are not to travel with the packet.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file, name_of)
+    pickler = _Pickler(file := io.BytesIO(), name_of)
     pickler.dump(obj)
     packet = Packet(file.getvalue(), head=pickle.dumps(head))
     if not pickler.tensors:
@@ -145,7 +145,7 @@ def dumps(
         for flat, offset in zip(pickler.tensors, offsets, strict=True):
             if flat.numel():
                 part = torch.frombuffer(buffer, dtype=flat.dtype, count=flat.numel(), offset=offset)
-                flat.write(part) if isinstance(flat, Stacked) else part.copy_(flat)
+                flat.write(part) if isinstance(flat, Stacked) else copy_alone(part, flat)
     except BaseException:  # Ctrl-C, say
         packet.close()
         raise

@@ -55,6 +55,18 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < valu
 """
 
 
+THREADS = """
+import os, torch
+from spmd import Mesh, put, spmd
+torch.set_num_threads(2)
+with Mesh({"data": 1}) as mesh:
+    total = spmd(lambda x: x.sum(), mesh=mesh)
+    float(total(torch.ones(4)))
+    batch, before = torch.frombuffer(bytearray(1 << 23), dtype=torch.float32), len(os.listdir("/proc/self/task"))
+    print(float(total(batch)), float(total(put(batch))), len(os.listdir("/proc/self/task")) - before)
+"""
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_a_rank_goes_to_its_core_and_is_not_bound_to_it(tmp_path: Path) -> None:
     status, out, err = run(script(tmp_path, SPREAD))
@@ -79,6 +91,12 @@ def test_openmp_does_not_keep_cores_busy(tmp_path: Path, ways: list[str], own: d
     assert (status, out) == (0, "[0]\n"), err
     counts = set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", err))
     assert counts >= {"10000"} if not own else counts == {"77"}
+
+
+def test_a_driver_sends_large_tensors_without_torchs_threads(tmp_path: Path) -> None:
+    """Once begun, they wait for work for milliseconds, on cores that ranks need."""
+    status, out, err = run(script(tmp_path, THREADS), fresh=True)
+    assert (status, out) == (0, "0.0 0.0 0\n"), err
 
 
 def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
