@@ -41,11 +41,11 @@ def copy_bytes(out: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def copy_alone(out: torch.Tensor, source: torch.Tensor) -> None:
-    """The same on any device, on this thread alone.
+    """The same on any device, on this thread alone unless that takes long.
 
-    torch copies what is large by several threads, which then wait for more work, and keep cores busy that ranks need.
+    torch copies by several threads, which then wait for milliseconds for more work, on cores that ranks need.
     """
-    if source.is_cpu:
+    if source.is_cpu and source.nbytes < LARGE_BYTES:
         copy_bytes(out, source)
     else:
         out.copy_(source)
