@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from spmd.cli.bench.groups import Group, in_turn, quartiles
-from spmd.mesh.rank.memory import environment
+from spmd.mesh.rank.environment import environment
 
 HERE = Path(__file__).parent
 BEST = {"shard": "data", "fused": True, "donate": True}

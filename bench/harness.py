@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.cli.bench.groups import Group, in_turn, quartiles
-from spmd.mesh.rank.memory import environment
+from spmd.mesh.rank.environment import environment
 
 HERE = Path(__file__).parent
 

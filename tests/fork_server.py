@@ -174,9 +174,9 @@ def shared_server() -> ForkServer:
 
 
 def _environment() -> dict[str, str]:
-    from spmd.mesh.rank import memory
+    from spmd.mesh.rank.environment import environment
 
-    return memory.environment(os.environ)
+    return environment(os.environ)
 
 
 # -- between the two --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from ...kernels.errors import MeshError
 from ...kernels.network.codec import Message
 from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, python_command
 from ...kernels.shm.board import ended
-from ..rank import memory
 from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
+from ..rank.environment import environment
 from ..rank.interrupts import uninterrupted
 
 # Nothing else is imported before the path is set: a file in the current folder might have the same name.
@@ -69,7 +69,7 @@ class Zygote:
         return subprocess.Popen(
             [*python_command(), "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), *map(str, sys.path)],
             pass_fds=[theirs.fileno()],
-            env={**os.environ, **memory.environment(os.environ)},  # the ranks' own os.environ is the driver's
+            env={**os.environ, **environment(os.environ)},  # the ranks' own os.environ is the driver's
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # so that Ctrl-C in a terminal reaches the driver only
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...kernels.errors import MeshError
 from ...kernels.processes import python_command
-from ..rank.memory import environment
+from ..rank.environment import environment
 from .launchers import DialledHosts, Launcher, LocalLauncher, RayLauncher, SlurmLauncher, SshLauncher, dialled_address
 
 FORMS = (

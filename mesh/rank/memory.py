@@ -1,8 +1,7 @@
 """The C allocator in a rank: freed memory is kept, since the next training step needs the same again.
 
 By default glibc maps every large block anew and unmaps it when it is freed. Then each gradient of each step costs a
-page fault and a zeroed page for every 4 KiB, up to a third of a step's time. Source: mallopt(3), malloc_trim(3), the
-GNU C library's manual, "Memory Allocation Tunables".
+page fault and a zeroed page for every 4 KiB, up to a third of a step's time. Source: mallopt(3), malloc_trim(3).
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Mapping
 
 import torch
-
-from ...kernels import copying
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
 _NEVER = (1 << 31) - 1
 _PAD_BYTES = 64 << 20
-_PAGES = "glibc.malloc.hugetlb=1"
-_SPINS = 10_000
 
 
 @functools.lru_cache(maxsize=1)
@@ -39,20 +33,6 @@ def keep_some_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _PAD_BYTES // 2)  # the most that the C library takes
         mallopt(_M_TRIM_THRESHOLD, _PAD_BYTES)
-
-
-def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """What is set in the environment of ranks that are about to start; the user's own settings win.
-
-    GLIBC_TUNABLES sets how large copies are made, and asks for pages of 2 MiB if the kernel has them, which map five
-    times as fast. GOMP_SPINCOUNT is how long OpenMP's threads wait for the next operation before they sleep: by itself
-    that is for milliseconds, on cores that a driver, readers and other ranks need.
-
-    >>> sorted(environment({})), sorted(environment({"OMP_WAIT_POLICY": "active"}))
-    (['GLIBC_TUNABLES', 'GOMP_SPINCOUNT'], ['GLIBC_TUNABLES'])
-    """
-    found = {"GLIBC_TUNABLES": ":".join(filter(None, [copying.TUNABLES, _PAGES, own.get("GLIBC_TUNABLES")]))}
-    return found if own.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} else {**found, "GOMP_SPINCOUNT": str(_SPINS)}
 
 
 def release_freed_memory(region: int) -> None:

@@ -100,7 +100,7 @@ def run(arguments: list[str]) -> int:
     from torch.distributed.run import run as launch
 
     from ..mesh.launch.environments import Explicit
-    from ..mesh.rank.memory import environment
+    from ..mesh.rank.environment import environment
     from . import one_host
     from .options import problem_of, unknown_plugin
     from .temporary import temporary_folder
