@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from .callsite import call_site, warn
-from .errors import CollectiveMismatch, MeshError, dtype_name
+from .errors import CollectiveMismatch, MeshError, PeerLost, dtype_name
 
 _EVEN = (
     ": pad them to the longest and leave the padding out afterwards, or have the batches divide "
@@ -131,6 +131,15 @@ def absent(ranks: Sequence[int], rank: int, gone: int, what: str, site: str) -> 
     )
     error.rank = ranks[gone]
     return error
+
+
+def no_answer(ranks: Sequence[int], rank: int, what: str, seconds: float) -> PeerLost:
+    """The error for a wait of `rank` that lasts too long, for a reason that it does not know."""
+    return PeerLost(
+        f"{what} on rank {ranks[rank]} got no answer for {seconds:g} s",
+        where=f"group {tuple(ranks)}",
+        remedy="see what the other ranks do, or raise the timeout (timeout= of Mesh or init_process_group)",
+    )
 
 
 def shut_down(ranks: Sequence[int], rank: int, gone: int, what: str) -> MeshError:

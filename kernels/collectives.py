@@ -190,3 +190,18 @@ def bytes_of_all(all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any], 
     if max(lengths) > _HEAD_BYTES - 8:
         return gathered(data, lengths)
     return [each[8 : 8 + length] for each, length in zip(heads, lengths, strict=True)]
+
+
+def slices_of_all(
+    all_gather: Callable[[list[torch.Tensor], torch.Tensor], Any],
+    size: int,
+    rank: int,
+    length: int,
+    write: Callable[[torch.Tensor], None],
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fill `out` with the slices of all ranks, end to end; `write` fills this rank's."""
+    mine = out[rank * length : (rank + 1) * length]
+    write(mine)
+    all_gather(list(out.split(length)) if length else [out] * size, mine)
+    return out

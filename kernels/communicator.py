@@ -15,12 +15,12 @@ import torch
 
 from . import collectives, debug
 from .arguments import check_list, check_message, check_tensor
-from .call import Call, absent, stamp_of
+from .call import Call, absent, no_answer, stamp_of
 from .callsite import call_site
-from .errors import PeerLost, SpmdError
+from .errors import SpmdError
 from .flat import spans
 from .operations import Operations, Ready, Sleep, Steps, Work
-from .progress import Counters
+from .progress import Counters, Waits
 from .reduction import Op, check_op
 from .shm.board import Board
 from .waiting import Watch, turn
@@ -51,6 +51,7 @@ class Communicator(abc.ABC):
         self._watch, self._debug = watch, debug.enabled()
         self._board = watch if isinstance(watch, Board) else None
         self._counters: Counters | None = None  # for transports with no other way to know who took part
+        self._progress: Waits | None = None  # with ranks on several hosts
         self._operations = Operations(self, ranks, watch, timeout=timeout, oversubscribed=oversubscribed)
         self.plans: dict[Any, Any] = {}  # plans of buckets, kept from step to step
 
@@ -136,6 +137,8 @@ class Communicator(abc.ABC):
         left = [rank for rank in work.peers if self._has_left(rank) and not self._took_part(rank, work)]
         if left and (len(left) == len(work.peers) or not self._is_message(work)):
             raise self._absence(left, work.what)
+        if self._progress is not None and not work.is_bounded and not self._is_message(work):
+            self._progress.check_wait(work.what, work.peers)
 
     def _absence(self, gone: Sequence[int], what: str) -> BaseException:
         self._watch.check()  # others left because of one that failed after the wait's last look, or of one that died
@@ -146,12 +149,12 @@ class Communicator(abc.ABC):
         """Clear the status that `on_stall` published for others, now that the wait is over."""
         if self._board is not None:
             self._board.set_status("")
+        if self._progress is not None:
+            self._progress.end_wait()
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
         """The error for a wait that lasts too long."""
-        problem = f"{work.what} on rank {self.ranks[self.rank]} got no answer for {seconds:g} s"
-        remedy = "see what the other ranks do, or raise the timeout (timeout= of Mesh or init_process_group)"
-        return PeerLost(problem, where=f"group {self.ranks}", remedy=remedy)
+        return no_answer(self.ranks, self.rank, work.what, seconds)
 
     def _is_message(self, work: Work) -> bool:
         return work in self._operations.messages
@@ -330,10 +333,7 @@ class Communicator(abc.ABC):
         an earlier result to overwrite (see `can_rewrite`); `write` then gets this rank's slice with its old values.
         """
         out = torch.empty(self.size * length, dtype=dtype, device=self.device) if into is None else into
-        mine = out[self.rank * length : (self.rank + 1) * length]
-        write(mine)
-        self.all_gather(list(out.split(length)) if length else [out] * self.size, mine)
-        return out
+        return collectives.slices_of_all(self.all_gather, self.size, self.rank, length, write, out)
 
     def can_rewrite(self, result: torch.Tensor | None) -> bool:
         """Whether all ranks have the same earlier result of `all_gathered`, to be overwritten; a collective call."""

@@ -6,7 +6,7 @@ the region without its part can then end at once. Invariant: a rank counts an op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from .call import word_key
@@ -28,6 +28,14 @@ class Counters(Protocol):
     def sent_by(self, rank: int, dst: int) -> int: ...
 
     def close(self) -> None: ...
+
+
+class Waits(Protocol):
+    """What a communicator tells ranks of other hosts of its waits."""
+
+    def check_wait(self, what: str, peers: Collection[int]) -> None: ...
+
+    def end_wait(self) -> None: ...
 
 
 class ProgressCounters:

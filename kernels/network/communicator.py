@@ -38,6 +38,8 @@ class NetworkedCommunicator(Communicator):
         store: any `torch.distributed` store that all ranks of the group share.
     """
 
+    _progress: GroupProgress | None  # then the `_counters`, too
+
     def __init__(
         self,
         store: dist.Store,
@@ -50,7 +52,6 @@ class NetworkedCommunicator(Communicator):
     ):
         super().__init__(ranks, list(ranks).index(global_rank), watch, timeout=timeout)
         self._store, self.channel = store, channel
-        self._progress: GroupProgress | None = None  # the `_counters` of ranks on several hosts
 
     @abc.abstractmethod
     def _all_gather(self, theirs: list[torch.Tensor], mine: torch.Tensor) -> Steps:
@@ -143,16 +144,6 @@ class NetworkedCommunicator(Communicator):
         return found
 
     # -- what ends a wait ----------------------------------------------------------------------------------------------
-
-    def on_stall(self, work: Work) -> None:
-        super().on_stall(work)
-        if self._progress is not None and not work.is_bounded and not self._is_message(work):
-            self._progress.check_wait(work.what, work.peers)
-
-    def on_waited(self) -> None:
-        super().on_waited()
-        if self._progress is not None:
-            self._progress.end_wait()
 
     def _has_left(self, rank: int) -> bool:
         return super()._has_left(rank) if self._progress is None else self._progress.has_left(rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -153,15 +152,6 @@ class HostArena(Arena):
 
     def opened(self, key: int, ranks: Sequence[int]) -> GroupProgress:
         return self.beyond.progress.group(str(key), ranks)
-
-    def check_all_wait(self, what: str, steps: int, group: Any = None, peers: Sequence[int] = ()) -> None:
-        super().check_all_wait(what, steps)
-        if group is not None and peers:
-            group.check_wait(what, peers)
-
-    def end_wait(self) -> None:
-        super().end_wait()
-        self.beyond.progress.wait = None
 
     def abort(self, text: str) -> None:
         super().abort(text)

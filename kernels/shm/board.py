@@ -179,10 +179,7 @@ class Board:
         """What other hosts are told of a group of ranks here; None, as there are none."""
         return None
 
-    def end_wait(self) -> None:
-        self.stalls.end()
-
-    def check_all_wait(self, what: str, steps: int, group: Any = None, peers: Sequence[int] = ()) -> None:
+    def check_all_wait(self, what: str, steps: int) -> None:
         """Note that this rank has waited in vain so far, for `what`, and raise if all ranks wait for each other."""
         self.set_waiting(what)
         if self.has_all_ranks and self.stalls.all_wait(steps):

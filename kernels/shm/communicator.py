@@ -62,7 +62,7 @@ class ShmCommunicator(Communicator):
         arena = self.arena
         arena.sweep()
         self._key = word_key("comm", arena.generation, self.ranks, self.channel)
-        self._progress = arena.opened(self._key, self.ranks)
+        progress = self._progress = arena.opened(self._key, self.ranks)
         lines, whole = block_bytes(self.size)
         if self.rank == 0:
             block = self._block = arena.heap.allocate(whole)
@@ -73,8 +73,8 @@ class ShmCommunicator(Communicator):
         how: Any = {"operations": self._operations, "site": self.site, "spin": not self.oversubscribed}
         self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
         self._rings = Rings(arena, self.ranks, self.rank, self._key)
-        if self._progress is not None:
-            self._progress.open(self._operations.queue, self._slots.begun)
+        if progress is not None:
+            progress.open(self._operations.queue, self._slots.begun)
         self._kinds: dict[tuple, AllReduce] = {}
         self._last: NativeSum | None = None  # the last small sum: most often the next one is of the same kind
         self._gathered: set[int] = set()  # blocks with results of this group's `all_gathered`
@@ -92,7 +92,9 @@ class ShmCommunicator(Communicator):
             if self._has_left(0) and not opened():
                 raise self._absence([0], "a collective")
             what = f"the first operation of group {self.ranks}"
-            self.arena.check_all_wait(what, Work.steps_taken, self._progress, [0])
+            self.arena.check_all_wait(what, Work.steps_taken)
+            if self._progress is not None:
+                self._progress.check_wait(what, [0])
 
         wait_until(
             opened,
@@ -163,12 +165,11 @@ class ShmCommunicator(Communicator):
             raise shut_down(self.ranks, self.rank, self.rank if self._closed else gone[0], work.what)
         super().on_stall(work)
         if not work.is_bounded:
-            peers = () if self._is_message(work) else work.peers
-            self.arena.check_all_wait(work.what, Work.steps_taken, self._progress, peers)
+            self.arena.check_all_wait(work.what, Work.steps_taken)
 
     def on_waited(self) -> None:
         super().on_waited()
-        self.arena.end_wait()
+        self.arena.stalls.end()
 
     def _took_part(self, rank: int, work: Work) -> bool:
         if self._is_message(work):
