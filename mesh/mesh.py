@@ -19,6 +19,7 @@ from ..kernels.arguments import is_whole, plain_text
 from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, RankOnly
+from ..kernels.interrupts import uninterrupted
 from . import running
 from .display import drawing, stacks, status
 from .driver import lost_values
@@ -28,7 +29,6 @@ from .launch import launched
 from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, no_mesh, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
-from .rank.interrupts import uninterrupted
 from .rank.session import RankSession
 from .region import current, planned_session
 from .replication.messages import followed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .kernels.errors import SpmdError
 from .kernels.torch_private import is_exported
-from .mesh.rank.references import content_of
+from .mesh.pickling.references import content_of
 
 
 def skeleton_of(module: nn.Module, *emptied: dict[str, Tensor]) -> nn.Module:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ...kernels.interrupts import uninterrupted
 from ...kernels.processes import Owned
 from ...kernels.shm.arena import Arena
 from .. import protocol, wire
 from ..display.records import Records
 from ..failure import Failure, capture, combine
 from ..hosts.uncopied import Uncopied, ValuesSession
-from ..rank.interrupts import uninterrupted
 from .functions import ShippedObjects
 from .pending import Outcome, Task
 from .ranks import Rank

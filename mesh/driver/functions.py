@@ -16,10 +16,10 @@ from typing import Any
 
 from ...kernels.callsite import warn
 from ...kernels.errors import MeshError, add_note
+from ...kernels.interrupts import uninterrupted
 from .. import protocol, trees, wire
+from ..pickling.reloading import LoadedModules
 from ..pickling.unpicklable import unpicklable_part
-from ..rank.interrupts import uninterrupted
-from ..rank.reloading import LoadedModules
 from . import snapshot
 from .pending import WAITED_FOR
 from .session_view import Session

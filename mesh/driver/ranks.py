@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.processes import Owned, memory_kills
 from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
@@ -25,7 +26,6 @@ from .. import wire
 from ..display import trace
 from ..display.records import levels
 from ..rank.descriptors import RankRequest
-from ..rank.interrupts import uninterrupted
 from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import await_zygote, fork_rank, mesh_begins, mesh_ends

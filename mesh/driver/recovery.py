@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Container, Sequence
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from .. import protocol
 from ..failure import combine, ranks_text, text_of, unexplained
 from ..hosts.moving import Moves, moves_of
-from ..rank.interrupts import uninterrupted
 from .answers import Answers, Session
 from .pending import Outcome, Task
 from .ranks import Rank

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned, open_more_files
 from .. import protocol, wire
@@ -23,7 +24,6 @@ from ..array import Array
 from ..display.notebook import shorten
 from ..hosts.ranks import ranks_of
 from ..hosts.uncopied import Uncopied
-from ..rank.interrupts import uninterrupted
 from ..remote.node import driver_node
 from ..run_state import RunState
 from ..spec import Layout

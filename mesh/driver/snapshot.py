@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ..rank.references import (
+from ..pickling.references import (
     CONTAINERS,
     DEPTH,
     SCALARS,

@@ -18,12 +18,12 @@ import weakref
 from typing import Any
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.network.codec import Message
 from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, python_command
 from ...kernels.shm.board import ended
 from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
 from ..rank.environment import environment
-from ..rank.interrupts import uninterrupted
 
 # Nothing else is imported before the path is set: a file in the current folder might have the same name.
 # First of all, make it end with the driver by PDEATHSIG, since importing takes seconds; later it watches the driver.

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...kernels.errors import RankOnly
+from ...kernels.interrupts import uninterrupted
 from .. import protocol
 from ..array import Array, Meta, meta
 from ..batch import Deal, refuse_ragged
 from ..protocol import ALL, Spans, each_span
-from ..rank.interrupts import uninterrupted
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .lost_values import lost, restarted

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.network.authentication import code
 from ..launch.meeting import show, tasks_per_node
 from ..launch.secret import secret_of_user
-from ..rank.interrupts import uninterrupted
 
 _END_SECONDS = 5.0
 _ALLOCATION = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")

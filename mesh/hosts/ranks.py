@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.network.authentication import AuthenticatedStore, code
 from .. import wire
 from ..display.status import RankStatus, Status
@@ -25,7 +26,6 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
 from ..launch.meeting import url
 from ..rank import descriptors
-from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 from . import protocol
 from .coded import framed

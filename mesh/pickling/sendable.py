@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...kernels.errors import SpmdError
+from ...kernels.interrupts import raised_by_handler
 from .. import wire
-from ..rank.interrupts import raised_by_handler
 
 
 def packed(obj: Any, name_of: Callable[[Any], Any], allocate: Callable[[int], memoryview] | None = None) -> wire.Packet:

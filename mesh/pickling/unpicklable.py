@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.errors import MeshError, SpmdError
 from .. import wire
-from ..rank.references import functions_of, used_by
+from .references import functions_of, used_by
 
 _DEEPEST = 16  # levels are searched for the cause
 

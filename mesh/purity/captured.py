@@ -23,7 +23,7 @@ from ...kernels.flat import storages
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
 from ..array import Array
-from ..rank.references import SCALARS, inside_of
+from ..pickling.references import SCALARS, inside_of
 from ..region import current
 
 _LOOKED_AT = 4096  # objects at most

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from ...kernels import torch_private
 from ...kernels.errors import message
 from ..pickling.functions import travels_by_name
-from ..rank.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
-from ..rank.reloading import own_file
+from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
+from ..pickling.reloading import own_file
 from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most

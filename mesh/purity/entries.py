@@ -13,7 +13,7 @@ import optree
 from torch import Tensor
 
 from .. import trees
-from ..rank.references import SCALARS
+from ..pickling.references import SCALARS
 from ..replication.net import marked
 from .captured_state import WAY, CapturedState, reached, warn_at
 from .generators import generator_state

@@ -16,6 +16,7 @@ from .. import wire
 from ..agreement import OutputMeta, encode
 from ..array import Array, meta
 from ..hosts.copier import Copier
+from ..pickling.reloading import LoadedModules
 from ..program import CompiledCall, PlannedCall, Program
 from ..protocol import ALL, Spans, each_span
 from ..region import Differing
@@ -25,7 +26,6 @@ from ..spec import REPLICATED, P
 from ..trees import Packed
 from .lasting_values import KnownLayout, LastingValues
 from .local_values import LocalValues
-from .reloading import LoadedModules
 from .session import RankSession
 
 _REMEMBERED = 4096  # calls of dropped functions

@@ -22,6 +22,7 @@ from typing import Any
 from ...kernels import debug
 from ...kernels.cuda import nccl_watchdog, placement
 from ...kernels.errors import Aborted
+from ...kernels.interrupts import uninterrupted
 from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
@@ -32,7 +33,6 @@ from ..mesh import Mesh
 from ..pickling.unpicklable import sending_result
 from . import memory
 from .forks import end_fork, flush_output
-from .interrupts import uninterrupted
 from .state import RankState
 from .tasks import DO
 

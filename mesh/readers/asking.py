@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from ...kernels.interrupts import uninterrupted
 from .. import agreement, protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
@@ -24,7 +25,6 @@ from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
 from ..mesh import Mesh
-from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 
 BRIEF_SECONDS = 0.005  # for reading a batch; a message takes a tenth of that

@@ -16,12 +16,12 @@ import sys
 from typing import Any
 
 from ...kernels.errors import MeshError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import failure, protocol, wire
 from ..driver import spawn
 from ..rank.descriptors import ReaderRequest
-from ..rank.interrupts import uninterrupted
 from .process import NOTE_BYTES, Note
 
 

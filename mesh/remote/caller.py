@@ -20,8 +20,8 @@ from typing import Any
 
 from ...kernels.arguments import is_number
 from ...kernels.errors import MeshError, PeerLost, SpecError
+from ...kernels.interrupts import raised_by_handler, uninterrupted
 from .. import wire
-from ..rank.interrupts import raised_by_handler, uninterrupted
 from . import answers
 from .connections import Connection, Post
 from .contents import Contents

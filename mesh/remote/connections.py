@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ...kernels.errors import SpmdError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from ...kernels.listening import READ, WRITE, Listening
 from ...kernels.network.codec import Message
 from .. import wire
 from ..hosts.coded import CodedReceiver, CodedSender, NotOfThisMesh, keep_alive
 from ..hosts.greeting import Greeted, answering, opening
-from ..rank.interrupts import uninterrupted
 from .addresses import same_user
 from .protocol import NodeId, encode
 

@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import CancelledError
 from typing import Any
 
-from ..rank.interrupts import uninterrupted
+from ...kernels.interrupts import uninterrupted
 from .connections import Post
 from .protocol import Name, NodeId, Release
 from .reference import Unseen

@@ -20,10 +20,10 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from ...kernels.errors import MeshError, SpmdError
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import wire
-from ..rank.interrupts import uninterrupted
 from . import answers
 from .addresses import connected
 from .caller import Caller

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from ...kernels.interrupts import raised_by_handler
 from .. import wire
-from ..rank.interrupts import raised_by_handler
 from .protocol import Name
 from .reference import Ref
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError, PeerLost
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from ...kernels.processes import available_bytes
 from ...kernels.shm.heap import Heap
@@ -23,7 +24,6 @@ from ..driver.session import DriverSession
 from ..driver.sockets import RankSockets
 from ..hosts.host_list import HostList
 from ..hosts.ranks import HostRanks
-from ..rank.interrupts import uninterrupted
 from ..spec import Layout
 
 TRIES = 3  # how often newcomers that die are started

@@ -20,6 +20,7 @@ from typing import Any
 from ...kernels.arguments import checked_flag, checked_rank, is_whole
 from ...kernels.callsite import public
 from ...kernels.errors import MeshError, PeerLost
+from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from .. import protocol
 from ..driver import open_sessions
@@ -29,7 +30,6 @@ from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
 from ..launch.arguments import check_count
-from ..rank.interrupts import uninterrupted
 from ..region import current
 from ..spec import Layout
 from .moved import Moved, MovedBetweenHosts, bytes_to_move

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..kernels import processes
 from ..kernels.errors import SpecError
-from ..mesh.rank.interrupts import uninterrupted
+from ..kernels.interrupts import uninterrupted
 from .manifest import MANIFEST, RANK_FILE, seal, unsealed
 from .schema import LARGEST, Invalid, require
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import SpmdError
-from ..mesh.rank.interrupts import uninterrupted
+from ..kernels.interrupts import uninterrupted
 from . import folder as folders
 from . import schema
 from .manifest import MANIFEST, check_files

@@ -18,11 +18,11 @@ import numpy as np
 from ..kernels.arguments import checked_flag, checked_path, is_whole
 from ..kernels.callsite import public
 from ..kernels.errors import MeshError, SpecError, SpmdError
+from ..kernels.interrupts import uninterrupted
 from ..mesh import trees
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh, nearest
 from ..mesh.put import is_array
-from ..mesh.rank.interrupts import uninterrupted
 from ..mesh.region import current
 from ..mesh.resizing.resize import one_at_a_time
 from . import tree as described

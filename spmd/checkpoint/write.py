@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError
+from ..kernels.interrupts import uninterrupted
 from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
 from ..mesh import protocol, strides
 from ..mesh.array import Array
 from ..mesh.driver.pending import WAITED_FOR, Pure, Task, aside
 from ..mesh.mesh import Mesh
-from ..mesh.rank.interrupts import uninterrupted
 from ..mesh.region import require
 from . import folder as folders
 from . import leaves, tensor_file

@@ -24,12 +24,12 @@ from patience import HANGS, end_within, until
 from scripts import ENDS_WHOLLY, left_in_shm, run, script, started
 
 from spmd import Mesh, MeshError, P, axis_index, barrier, psum, put, spmd
+from spmd.kernels import interrupts
+from spmd.kernels.interrupts import uninterrupted
 from spmd.mesh import protocol, wire
 from spmd.mesh.array import meta
 from spmd.mesh.driver import open_sessions, ranks, receiving, spawn
 from spmd.mesh.hosts import launchers, meeting
-from spmd.mesh.rank import interrupts
-from spmd.mesh.rank.interrupts import uninterrupted
 from spmd.mesh.rank.local_values import LocalValues
 from spmd.mesh.readers import pool
 from spmd.mesh.remote import caller, node

@@ -24,8 +24,8 @@ from torch import nn
 from spmd import Mesh, MeshError, SpmdError, functional, put, spmd
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot
+from spmd.mesh.pickling import references
 from spmd.mesh.pickling.unpicklable import unpicklable_part
-from spmd.mesh.rank import references
 
 RATE = 1.0
 NESTED = {"inner": {"rate": 1.0}}

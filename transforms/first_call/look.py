@@ -20,8 +20,8 @@ from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
 from ...kernels.torch_private import hooks_gradient, saved
+from ...mesh.pickling.references import content_of
 from ...mesh.purity.captured import NOT_REENTRANT
-from ...mesh.rank.references import content_of
 from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
 from .._call import Call, Output

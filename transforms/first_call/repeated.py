@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...kernels.torch_private import DispatchMode, eagerly, operation_name
 from ...mesh import trees
-from ...mesh.rank.references import content_of
+from ...mesh.pickling.references import content_of
 from ...mesh.region import generators, restore_generators
 from ...mesh.replication.following import is_random
 from ...mesh.replication.net import active, mark, marked, unfollowed

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from ..pickling.functions import travels_by_name
-from ..pickling.operators import named_among
+from .functions import travels_by_name
+from .operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
