@@ -40,7 +40,7 @@ from ..pickling.references import (
 _LOOKED_AT = 4096  # values at most
 _MARSHALLED = (dict, list, tuple, set, *SCALARS)
 _TEXT = 16  # characters of a text that count as a value
-_ARRAY_BYTES = 1 << 16  # NumPy arrays up to this size are compared by content
+_ARRAY_BYTES = 1 << 16  # NumPy arrays, and those of Python, up to this size are compared by content
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
 
@@ -150,6 +150,8 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
         readers.append((plain_state_of(obj), depth))
     elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
         readers.append((_bytes_in, DEPTH))
+    elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _ARRAY_BYTES:
+        readers.append((_bytes_of_buffer, DEPTH))
     return readers
 
 
@@ -186,6 +188,10 @@ def _content_of(container: Any) -> list[Any]:
 
 def _bytes_in(array: Any) -> list[Any]:
     return [array.tobytes()]
+
+
+def _bytes_of_buffer(buffer: Any) -> list[Any]:
+    return [bytes(buffer)]
 
 
 def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:

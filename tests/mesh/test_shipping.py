@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import ctypes
 import dataclasses
@@ -131,6 +132,18 @@ def test_deques():
 
     assert changed(step, lambda: last.append(3))
     assert changed(step, lambda: last.__setitem__(0, 4))
+
+
+@pytest.mark.parametrize("kind", [bytearray, functools.partial(array.array, "B")])
+def test_arrays_of_python(kind):
+    lookup = kind([1, 2, 3])
+
+    def step(x):
+        return x * lookup[1]
+
+    assert changed(step, lambda: lookup.__setitem__(1, 5))
+    assert changed(step, lambda: lookup.append(4))
+    assert not changed(step, lambda: lookup.__setitem__(1, 5))
 
 
 def test_helpers_are_followed():
