@@ -30,6 +30,7 @@ from .groups import set_timeout as set_timeout
 from .modules import buffers as buffers
 from .modules import children as children
 from .modules import clipping_functions as clipping_functions
+from .modules import hooks as hooks
 from .modules import inject_parametrizations as inject_parametrizations
 from .modules import is_exported as is_exported
 from .modules import parameters as parameters

@@ -3,8 +3,9 @@
 Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
-their parameters, and deeper or larger containers of data alone: numbers, texts, members of an Enum, dataclasses. A
-change of anything else deeper than that, or in a large container or NumPy array, is not noticed.
+their parameters and hooks, and deeper or larger containers of data alone: numbers, texts, members of an Enum,
+dataclasses, tensors, arrays. A change of anything else deeper than that, or in a large container, is not noticed, and
+of a large NumPy array some values are compared.
 The snapshot records where it read something, so that later checks read the same places again.
 Invariant: a snapshot keeps nothing alive except small built-in values and containers too deep to look into.
 """
@@ -12,6 +13,7 @@ Invariant: a snapshot keeps nothing alive except small built-in values and conta
 from __future__ import annotations
 
 import array
+import collections
 import ctypes
 import dataclasses
 import linecache
@@ -28,6 +30,7 @@ from ...kernels import torch_private
 from ..pickling.references import (
     CONTAINERS,
     DEPTH,
+    LOOKED_INTO,
     SCALARS,
     Reader,
     functions_of,
@@ -39,8 +42,10 @@ from ..pickling.references import (
 
 _LOOKED_AT = 4096  # values at most
 _MARSHALLED = (dict, list, tuple, set, *SCALARS)
+_OF_TENSORS = (dict, collections.OrderedDict, list, tuple)
 _TEXT = 16  # characters of a text that count as a value
-_ARRAY_BYTES = 1 << 16  # NumPy arrays, and those of Python, up to this size are compared by content
+_ARRAY_BYTES = 1 << 16  # arrays up to this size are compared by content
+_COMPARED = 64  # values, or more, of a larger one
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
 
@@ -142,17 +147,36 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     """The ways to look at an object and inside it, each with the depth of what it finds."""
+    if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and _tensors_in(obj):
+        return [(_state_of_tensors, DEPTH)]
     readers = readers_of(obj, depth)
     if isinstance(obj, torch.Tensor):
         readers.append((_changes_of_one, DEPTH))
     elif isinstance(obj, torch.nn.Module):
         readers.append((_state_of, DEPTH))
         readers.append((plain_state_of(obj), depth))
-    elif isinstance(obj, np.ndarray) and obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject:
-        readers.append((_bytes_in, DEPTH))
+    elif isinstance(obj, np.ndarray):
+        if isinstance(obj, np.memmap):
+            pass  # it travels as its path
+        elif not obj.dtype.hasobject:
+            readers.append((_bytes_in if obj.nbytes <= _ARRAY_BYTES else _some_bytes_in, DEPTH))
+        elif obj.size <= LOOKED_INTO and depth < DEPTH:
+            readers.append((_objects_in, depth + 1))
     elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _ARRAY_BYTES:
         readers.append((_bytes_of_buffer, DEPTH))
     return readers
+
+
+def _tensors_in(container: Any) -> list[torch.Tensor]:
+    """The tensors of a container that has nothing else; none of others."""
+    entries = list(container.values() if isinstance(container, dict) else container)
+    return entries if all(isinstance(one, torch.Tensor) for one in entries) else []
+
+
+def _state_of_tensors(container: Any) -> list[Any]:
+    tensors = _tensors_in(container)
+    keys = container if isinstance(container, dict) else ()
+    return [*keys, *map(weakref.ref, tensors), _changes_of(tensors)] if tensors else []
 
 
 def _changes_of_one(tensor: Any) -> list[Any]:
@@ -160,12 +184,13 @@ def _changes_of_one(tensor: Any) -> list[Any]:
 
 
 def _look_through(container: Any, most: int) -> tuple[Reader | None, int]:
-    """How to read a container of data alone, at any depth, and how many values tell that it is; `most` at most."""
+    """How to read a container of data, tensors and arrays alone, at any depth, and how many values tell that it is;
+    `most` at most."""
     left, count, read = [container], 0, _content_of
     while left and count + len(left) <= most:
         one = left.pop()
         count += 1 + (len(one) // _TEXT if isinstance(one, str | bytes) else 0)
-        parts = parts_of_data(one)
+        parts = [] if isinstance(one, torch.Tensor | np.ndarray) else parts_of_data(one)
         if parts is None:
             return None, count
         left += parts
@@ -188,6 +213,16 @@ def _content_of(container: Any) -> list[Any]:
 
 def _bytes_in(array: Any) -> list[Any]:
     return [array.tobytes()]
+
+
+def _some_bytes_in(array: Any) -> list[Any]:
+    """Of values at equal distances, the first and the last among them."""
+    values = array.flat
+    return [values[:: (len(values) - 1) // (_COMPARED - 1)].tobytes() + values[-1:].tobytes()]
+
+
+def _objects_in(array: Any) -> list[Any]:
+    return array.ravel().tolist()
 
 
 def _bytes_of_buffer(buffer: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import dataclasses
 import dis
 import enum
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -99,7 +100,7 @@ def _compiled_parts(function: Any) -> list[Any]:
 
 
 def _partial_parts(partial: Any) -> list[Any]:
-    return [partial.func, partial.args, partial.keywords]
+    return [partial.func, partial.args, partial.keywords, *_own_attributes(partial)]
 
 
 def _method_parts(method: Any) -> list[Any]:
@@ -175,10 +176,11 @@ def parts_of_data(obj: Any) -> list[Any] | None:
 
 
 def _is_data(values: list[Any]) -> bool:
-    """Whether there is nothing but data in them, at any depth, and not too many to tell."""
+    """Whether there is nothing but data, tensors and arrays in them, at any depth, and not too many to tell."""
     left, count = values, 0
     while left and count + len(left) <= _PARTS:
-        parts = parts_of_data(left.pop())
+        one = left.pop()
+        parts = [] if isinstance(one, torch.Tensor | np.ndarray) else parts_of_data(one)
         if parts is None:
             return False
         count += 1
@@ -216,13 +218,15 @@ def _nothing(attributes: dict[str, Any]) -> tuple:
 def plain_state_of(module: torch.nn.Module) -> Reader:
     """A reader of what a module and its children have besides parameters and buffers.
 
-    It tells whether numbers and texts in their attributes are as now, and gives other attributes that may change (plain
-    tensors, arrays, short containers and objects of data alone), and those of their classes that travel with the
-    module, methods and all. What to read is found once: whether a child is another is for others to see.
+    It tells whether numbers and texts in their attributes are as now, and gives what else may change: hooks, other
+    attributes (plain tensors, arrays, short containers and objects of these and of data alone), and those of their
+    classes that travel with the module, methods and all. What to read is found once: whether a child is another is for
+    others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
     held = [weakref.ref(one) for one in classes]
+    hooks = [weakref.ref(table) for one in modules for table in torch_private.hooks(one)]
     plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
     parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
     for one in modules:
@@ -248,7 +252,9 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     def read(_: Any) -> list[Any]:
         try:
             if as_before():
-                return [True, *(refer() for refer in held), *(vars(refer())[name] for refer, name in parts)]
+                hooked = [entry for refer in hooks if (table := refer()) for entry in table.items()]
+                others = (vars(refer())[name] for refer, name in parts)
+                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *others]
         except (KeyError, ValueError, RuntimeError):  # an attribute is gone, or a tuple has arrays or tensors now
             pass
         return []
@@ -264,7 +270,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an array, or a container or an object that has nothing but data."""
+    """Whether it is a tensor, an array, or a container or an object that has nothing but these and data."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return True
     if isinstance(value, type):

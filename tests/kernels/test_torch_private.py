@@ -223,6 +223,11 @@ def tables() -> None:
     torch_private.buffers(layer)["running_mean"] = torch.tensor([1.0, 1.0])
     assert layer.weight.tolist() == [2, 3] and layer.running_mean.tolist() == [1, 1]
     assert list(torch_private.children(nn.Sequential(layer, layer))) == [layer, layer]
+    assert not any(torch_private.hooks(layer))
+    ways = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
+    for number, way in enumerate(ways, 1):
+        getattr(layer, f"register_{way}")(print)
+        assert [hook for table in torch_private.hooks(layer) for hook in table.values()] == [print] * number
 
 
 class Twice(nn.Module):

@@ -17,6 +17,7 @@ import types
 import weakref
 
 import numpy as np
+import optree
 import pytest
 import torch
 from scripts import run, script
@@ -165,6 +166,7 @@ def test_helpers_are_followed():
     assert changed(partial, lambda: partial.args[0].append(3)) and changed(
         partial, lambda: partial.keywords.update(b=4)
     )
+    assert changed(partial, lambda: setattr(partial, "rate", 2.0))
     settings = Settings()
     assert changed(settings.step, lambda: setattr(settings, "rate", 3.0))
     assert changed(settings.step, lambda: settings.table["a"]["b"].append(3))
@@ -218,6 +220,32 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
     assert not changed(lambda x: lonely(x), lambda: None)
     assert changed(lambda x: lonely(x), lambda: setattr(lonely, "rate", 2.0))
     assert changed(function, lambda: net[1].__setitem__(0, torch.nn.Dropout(0.1)))
+    for inside in ([torch.ones(2)], {"bank": [np.ones(2)]}, types.SimpleNamespace(mean=torch.ones(2))):
+        net[0].state = inside
+        (held,) = optree.tree_leaves(inside if isinstance(inside, list | dict) else inside.mean)
+        assert not changed(function, lambda: None)
+        assert changed(function, lambda held=held: held.__imul__(2))
+
+
+def test_hooks_of_a_module_and_of_its_parts():
+    net, gain = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Identity())), 1.0
+
+    def rebind():
+        nonlocal gain
+        gain += 1
+
+    handles = []
+    ways = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+    for one in (net, net[0][0]):
+        for way in ways:
+            assert changed(
+                lambda: net, lambda o=one, w=way: handles.append(getattr(o, w)(lambda *args: args[-1] * gain))
+            )
+            assert changed(lambda: net, rebind)
+    assert not changed(lambda: net, lambda: None)
+    for handle in handles:
+        assert changed(lambda: net, handle.remove)
+    assert not changed(lambda: net, lambda: None)
 
 
 def test_what_the_methods_of_a_module_s_parts_refer_to():
@@ -279,7 +307,13 @@ def test_arrays_in_place():
         array[0] += 1
 
     assert changed(lambda: small, lambda: change(small))
-    assert not changed(lambda: large, lambda: change(large))  # the documented limit
+    for one in (large, large[::2], large.reshape(1024, 1024).T, np.zeros(1 << 20, dtype="M8[D]")):
+        assert changed(lambda one=one: one, lambda one=one: change(one))
+        assert changed(lambda one=one: one, lambda one=one: change(one[-1:]))
+        assert not changed(lambda one=one: one, lambda one=one: change(one[2:3]))  # the documented limit
+    mixed = np.array([1, [2]], dtype=object)
+    assert changed(lambda: mixed, lambda: mixed.__setitem__(0, 3))
+    assert changed(lambda: mixed, lambda: mixed[1].append(3))
 
 
 def test_how_deep_and_how_far_it_looks():
@@ -304,7 +338,14 @@ def test_data_alone_is_seen_at_any_depth():
     assert changed(lambda: members, lambda: (members.remove(0), members.add(-1)))
     long[0] = np.float64(3)
     assert changed(lambda: long, lambda: long.insert(0, np.float64(long.pop(0) + 1)))
-    assert changed(lambda: long, lambda: long.append([torch.ones(2)]))
+    assert not changed(lambda: (deep, long, table, members), lambda: None)
+    average, bank = torch.ones(2), np.ones(2)
+    long[0], table[0], deep["1"]["2"]["3"]["4"]["5"][0] = average, [bank], {"average": average, "bank": bank}
+    for captured in (long, deep):
+        assert changed(lambda captured=captured: captured, lambda: average.mul_(2))
+    for captured in (table, deep):
+        assert changed(lambda captured=captured: captured, lambda: bank.fill(bank[0] + 1))
+    assert changed(lambda: long, lambda: long.__setitem__(0, average.clone()))
     assert not changed(lambda: (deep, long, table, members), lambda: None)
     longest = [0.5] * (shipping._LOOKED_AT + 1)
     assert not changed(lambda: longest, lambda: longest.insert(0, longest.pop() + 1))  # the documented limit
