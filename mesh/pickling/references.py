@@ -34,7 +34,7 @@ _OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (types.ModuleType, types.CodeType)
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 4
-_OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
+OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 _PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
 
@@ -68,7 +68,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         read = list if type(obj) in (list, tuple, set) else _items
     else:
         slots = _slots_of(type(obj))
-        read = _reader_of_slots(slots) if slots and not type(obj).__module__.startswith(_OWN) else _own_attributes
+        read = _reader_of_slots(slots) if slots and not type(obj).__module__.startswith(OWN) else _own_attributes
     if len(read(obj)) > LOOKED_INTO * (1 + (read is not list)):  # others give names as well
         return None
     return read, depth + 1

@@ -23,7 +23,7 @@ from ...kernels.flat import storages
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
 from ..array import Array
-from ..pickling.references import SCALARS, inside_of
+from ..pickling.references import CONTAINERS, OWN, SCALARS, inside_of, parts_of_data
 from ..region import current
 
 _LOOKED_AT = 4096  # objects at most
@@ -141,12 +141,13 @@ def _tensors(
     """
     depths: dict[int, int] = {}
     held: list[Any] = []  # alive, since ids are unique only among live objects
-    todo: list[tuple[Any, int]] = [(one, 0) for one in functions if not isinstance(one, Tensor)]
+    todo: list[tuple[Any, int, bool]] = [(one, 0, False) for one in functions if not isinstance(one, Tensor)]
     found: dict[int, tuple[Tensor, str, str]] = {}
     arrays: dict[int, Array] = {}
     entries: list[_Entry] = []
+    most = _LOOKED_AT  # entries of long containers
     while todo and len(held) < _LOOKED_AT:
-        obj, depth = todo.pop()
+        obj, depth, ours = todo.pop()
         if isinstance(obj, Array):
             arrays[id(obj)] = obj
         if isinstance(obj, (*SCALARS, *whole)) or depths.get(id(obj), depth + 1) <= depth:
@@ -163,7 +164,12 @@ def _tensors(
             kind = "parameter" if isinstance(obj, nn.Parameter) else "tensor"
             found.setdefault(id(obj), (obj, kind, f"a {kind} of shape {list(obj.shape)}"))
         inside = inside_of(obj, depth)
-        todo.extend(inside or ())
+        ours = ours or type(obj).__module__.startswith(OWN)  # what `functional` keeps of a module may have caches
+        todo.extend((part, level, ours) for part, level in inside or ())
+        if inside is None and isinstance(obj, CONTAINERS) and len(obj) <= most and not ours:  # a long or a deep one
+            parts = parts_of_data(obj) or ()
+            todo.extend((part, depth, ours) for part in parts if not isinstance(part, SCALARS))
+            most -= len(parts)
         if inside is not None and not isinstance(obj, (nn.Module, Tensor, type, types.FunctionType)):
             named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})
             entries += [(named, key, value) for key, value in list(named.items()) if _has_tensors(value)]

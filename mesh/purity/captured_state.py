@@ -8,18 +8,20 @@ None or a flag.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import pickle
 import random
 import sys
 import types
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import Counter, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -28,17 +30,25 @@ from torch import Tensor, nn
 
 from ...kernels import torch_private
 from ...kernels.errors import message
+from ...kernels.torch_private import version
 from ..pickling.functions import travels_by_name
 from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
 from ..pickling.reloading import own_file
 from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most
-_ARRAY_BYTES = 1 << 16
+_ARRAY_BYTES = 1 << 24
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic, enum.Enum)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
-_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_OF_THE_PROGRAM = (  # although their classes are not
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    types.SimpleNamespace,
+    argparse.Namespace,
+    UserDict,
+    UserList,
+)
 WAY = "pass it as an argument, and return its new value"
 _METRIC = (
     "make its state in the step, part = metric.clone(); part.update(out, y), and return "
@@ -121,6 +131,7 @@ def reached(
     seen: set[int] = set()
     held: list[Any] = []  # alive, since ids are unique only among live objects
     todo: list[tuple[Any, str, int]] = [(one, name, 0) for one, name in roots]
+    most = _LOOKED_AT  # entries of long containers
     while todo and len(held) < _LOOKED_AT:
         obj, name, depth = todo.pop()
         if id(obj) in seen or isinstance(obj, (*SCALARS, *whole, Tensor, types.ModuleType)):
@@ -128,8 +139,10 @@ def reached(
         seen.add(id(obj))
         held.append(obj)
         yield obj, name
-        found = list((inside or _inside)(obj, name)) if depth < DEPTH else []
-        if len(found) <= LOOKED_INTO:
+        limit = max(most, LOOKED_INTO)
+        found = list(itertools.islice((inside or _inside)(obj, name), limit + 1)) if depth < DEPTH else []
+        if len(found) <= limit:
+            most -= len(found) if len(found) > LOOKED_INTO else 0
             level = depth if isinstance(obj, _OF_ONE_LEVEL) else depth + 1
             todo += [(item, its, level) for item, its in found]
 
@@ -169,7 +182,7 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         yield from ((child, f"{name}.{key}") for key, child in obj.named_children())
         if _is_users(type(obj)):
             yield from ((value, f"{name}.{key}") for key, value in vars(obj).items() if key not in OF_MODULES)
-    elif _is_users(type(obj)) or isinstance(obj, _TORCH):
+    elif _is_users(type(obj)) or isinstance(obj, _OF_THE_PROGRAM):
         yield from ((value, f"{name}.{key}") for key, value in attributes_of(obj).items())
 
 
@@ -183,11 +196,11 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, types.FunctionType):
         return [_names_of(lambda: {**used_by(obj), **vars(obj)}, "{}")] if _is_users(obj) else []
     if isinstance(obj, list | deque):
-        return [_items_of(obj, name)] if len(obj) <= LOOKED_INTO else []
+        return [_items_of(obj, name)] if len(obj) <= _LOOKED_AT else []
     if isinstance(obj, Counter):
         return [_value_of(functools.partial(dict, obj), f"a count of {name}", WAY)]
     if isinstance(obj, dict):
-        return [_names_of(lambda: obj, name + "[{!r}]")] if len(obj) <= LOOKED_INTO else []
+        return [_names_of(lambda: obj, name + "[{!r}]")] if len(obj) <= _LOOKED_AT else []
     if isinstance(obj, np.ndarray):
         plain = obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject
         return [_value_of(obj.tobytes, f"an element of {name}", WAY)] if plain else []
@@ -195,7 +208,7 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
         return found
     if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not _is_users(type(obj))):
         return [_value_of(functools.partial(_position_of, obj), f"items taken from {name}", WAY)]
-    if (_is_users(type(obj)) or isinstance(obj, _TORCH)) and not isinstance(obj, nn.Module):
+    if (_is_users(type(obj)) or isinstance(obj, _OF_THE_PROGRAM)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
 
@@ -257,11 +270,13 @@ def _value_of(state: Callable[[], Any], what: str, remedy: str) -> _Look:
 
 def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
     before = list(items)
+    versions = _versions(enumerate(before))
 
     def look() -> _Change | None:
         if len(items) != len(before):
             return f"{name} with {len(before)} entries before, and {len(items)} after", WAY
         changed = [index for index, (old, new) in enumerate(zip(before, items, strict=True)) if _is_other(old, new)]
+        changed = changed or [index for index, count in versions.items() if count != version(before[index])]
         return (f"another {name}[{changed[0]}]", WAY) if changed else None
 
     return look
@@ -270,11 +285,12 @@ def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
 def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
     """Finds a name that had a number, a string, a member of an Enum or a tensor, and now has another or is gone."""
     before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, enum.Enum, Tensor))}
+    versions = _versions(before.items())
 
     def look() -> _Change | None:
         now = names()
         for key, old in before.items():
-            if key not in now or _is_other(old, now[key]):
+            if key not in now or _is_other(old, now[key]) or (key in versions and version(old) != versions[key]):
                 return f"another {shown.format(key)}", WAY
         return None
 
@@ -297,7 +313,7 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
         return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     before = {key: value for key, value in attributes().items() if isinstance(value, (*_PLAIN, Tensor))}
-    versions = {key: torch_private.version(value) for key, value in before.items() if isinstance(value, Tensor)}
+    versions = _versions(before.items())
     compared = [key for key in before if with_buffers or key not in buffers]
 
     def look() -> _Change | None:
@@ -305,7 +321,7 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
         for key in compared:
             old, new = before[key], now.get(key)
             if new is old and isinstance(old, Tensor):
-                changed = torch_private.version(old) != versions[key]
+                changed = version(old) != versions[key]
             elif isinstance(old, Tensor):
                 changed = isinstance(new, Tensor) and shape(new) == shape(old) and not new.requires_grad
             else:
@@ -316,6 +332,11 @@ def _attributes_of_module(module: nn.Module, name: str, with_buffers: bool) -> _
         return None
 
     return look
+
+
+def _versions(items: Iterable[tuple[Any, Any]]) -> dict[Any, int]:
+    """Torch's counts of the changes of the tensors among them."""
+    return {key: version(value) for key, value in items if isinstance(value, Tensor)}
 
 
 def _is_other(old: Any, new: Any) -> bool:

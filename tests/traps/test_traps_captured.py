@@ -240,6 +240,23 @@ def test_a_captured_tensor(mesh: Mesh) -> None:
         step(torch.ones(3))
 
 
+def test_a_captured_tensor_in_a_long_or_deep_container(mesh: Mesh) -> None:
+    """Where other objects are not looked for any more."""
+    long, deep = [torch.zeros(3) for _ in range(300)], {"a": {"b": {"c": {"d": [{"e": torch.zeros(3)}]}}}}
+
+    def first(x):
+        long[200].add_(1)
+        return x
+
+    def last(x):
+        deep["a"]["b"]["c"]["d"][0]["e"].add_(1)
+        return x
+
+    for step in (first, last):
+        with pytest.raises(SpecError, match=r"a change of a tensor of shape \[3\].*pass it as an argument, and return"):
+            spmd(step, mesh=mesh)(torch.ones(3))
+
+
 @pytest.mark.parametrize("shards", [None, 2])
 def test_running_statistics(mesh: Mesh, shards: int | None) -> None:
     norm = nn.BatchNorm1d(3).requires_grad_(False)
@@ -289,6 +306,14 @@ def averages_in_place(net: Any, x: Tensor) -> None:
     net.mean.mul_(0.9).add_(0.1)
 
 
+def averages_what_is_in_a_list(net: Any, x: Tensor) -> None:
+    net.means[0].mul_(0.9)
+
+
+def averages_what_is_in_a_dict(net: Any, x: Tensor) -> None:
+    net.means["first"].mul_(0.9)
+
+
 def assigns_a_buffer(net: Any, x: Tensor) -> None:
     net.statistic = 0.9 * net.statistic + 0.1
 
@@ -307,6 +332,12 @@ KEPT: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a number of NumPy": (averages, {"running": np.float32(1)}, r"another \S+\.running"),
     "a tensor": (averages_a_tensor, {"mean": torch.zeros(())}, r"another \S+\.mean"),
     "a tensor in place": (averages_in_place, {"mean": torch.zeros(())}, r"another \S+\.mean"),
+    "a tensor in a list": (averages_what_is_in_a_list, {"means": [torch.ones(())]}, r"another \S+\.means\[0\]"),
+    "one in a dict": (
+        averages_what_is_in_a_dict,
+        {"means": {"first": torch.ones(())}},
+        r"another \S+\.means\['first'\]",
+    ),
     "a buffer": (assigns_a_buffer, {"statistic": torch.zeros(())}, r"\bstatistic\b|\.statistic\b"),
     "a list": (appends, {"history": []}, r"\S+\.history with 0 entries before"),
     "a generator": (draws, {"generator": torch.Generator()}, r"numbers drawn from \S+\.generator"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import random
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -300,6 +302,29 @@ def writes_numpy() -> Callable:
     return step
 
 
+def writes_a_large_array() -> Callable:
+    table = np.zeros(1 << 17)
+    return lambda x: (table.__setitem__(3, 1.0), x)[1]
+
+
+def fills_in_a_long_list() -> Callable:
+    losses = [0.0] * 1000
+    return lambda x: (losses.__setitem__(300, 1.0), x)[1]
+
+
+def counts_in(state: Any) -> Callable[[], Callable]:
+    def step(x):
+        state.steps += 1
+        return x
+
+    return lambda: step
+
+
+def appends_to_a_list_of_a_class() -> Callable:
+    losses = collections.UserList([1.0])
+    return lambda x: (losses.append(2.0), x)[1]
+
+
 def draws(generator: Any, draw: Callable[[Any], Any]) -> Callable[[], Callable]:
     return lambda: lambda x: x + float(draw(generator))
 
@@ -333,6 +358,11 @@ CHANGES = {
     "an attribute": (lambda: Trainer().step, "another self.steps"),
     "a class's attribute": (lambda: Trainer().halve, "another self.rate"),
     "an array": (writes_numpy, "an element of table"),
+    "a large array": (writes_a_large_array, "an element of table"),
+    "a long list": (fills_in_a_long_list, r"another losses\[300\]"),
+    "a namespace": (counts_in(types.SimpleNamespace(steps=0)), r"another state\.steps"),
+    "a namespace of argparse": (counts_in(argparse.Namespace(steps=0)), r"another state\.steps"),
+    "a list of a class": (appends_to_a_list_of_a_class, r"losses\.data with 1 entries before, and 2 after"),
     "a generator of torch": (draws(torch.Generator(), lambda g: torch.rand((), generator=g)), "drawn from generator"),
     "a generator of NumPy": (draws(np.random.default_rng(0), lambda g: g.random()), "drawn from generator"),
     "an old generator of NumPy": (draws(np.random.RandomState(0), lambda g: g.rand()), "drawn from generator"),
