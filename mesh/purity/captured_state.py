@@ -284,7 +284,9 @@ def _items_of(items: list[Any] | deque[Any], name: str) -> _Look:
 
 def _names_of(names: Callable[[], dict[Any, Any]], shown: str) -> _Look:
     """Finds a name that had a number, a string, a member of an Enum or a tensor, and now has another or is gone."""
-    before = {key: value for key, value in names().items() if isinstance(value, (*SCALARS, enum.Enum, Tensor))}
+    before: dict[Any, Any] = {
+        key: value for key, value in names().items() if isinstance(value, (*SCALARS, enum.Enum, Tensor))
+    }
     versions = _versions(before.items())
 
     def look() -> _Change | None:
