@@ -13,13 +13,13 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 
 from ..kernels.errors import SpecError, kind_text
 from . import trees
 from .array import Array, Meta, meta
 from .failure import ranks_text
+from .pickling import objects
 from .replication import values
 from .replication.net import RANDOM
 from .replication.values import Check
@@ -94,7 +94,7 @@ def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
 
 def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
     """A rank's report of its results. Most ranks send equal bytes, so that they are decoded once."""
-    return cloudpickle.dumps((trees.pack(treedef), metas))
+    return objects.dumps((trees.pack(treedef), metas))
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:

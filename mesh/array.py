@@ -303,7 +303,8 @@ class Array:
 
     def __str__(self) -> str:
         # On launched ranks, fetching a sharded value is a collective call, which printing on one rank must not make.
-        small = self.donated_to is None and 0 <= self.shape.numel() <= MOST_SHOWN
+        whole = all(isinstance(size, int) for size in self.shape)  # that of a jagged tensor has another size
+        small = self.donated_to is None and whole and 0 <= self.shape.numel() <= MOST_SHOWN
         value = self.full() if small and (self.mesh.is_driver or not self.spec.entries) else None
         listed = None if value is None or value.layout is not torch.strided else value.tolist()  # torch lists no others
         title = repr(self) if listed is None else f"Array({listed!r}, {self._kind()}, {self.spec})"

@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-import cloudpickle
-
 from ..kernels.callsite import is_our_file, users_frames
 from ..kernels.errors import Aborted, CollectiveMismatch, MeshError, PeerLost, RemoteError, SpmdError, add_note
 from .display.notebook import name_cells, shorten
+from .pickling import objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def text_of(error: BaseException) -> str:
 def _pickled(obj: Any) -> bytes | None:
     """The pickle of an object, or None if it can't be pickled or read again."""
     try:
-        data = cloudpickle.dumps(obj)
+        data = objects.dumps(obj)
         pickle.loads(data)
     except Exception:
         return None

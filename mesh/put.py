@@ -137,7 +137,9 @@ def _runs(leaves: list[Any]) -> list[list[int]]:
         if not isinstance(leaf, Array):
             continue
         leaf.check_readable()
-        alike, size = (id(leaf._source), leaf.spec), -(-leaf.numel() * leaf.dtype.itemsize // 64) * 64
+        is_jagged = not all(isinstance(size, int) for size in leaf.shape)
+        count = INLINE_BYTES if is_jagged else leaf.numel()
+        alike, size = (id(leaf._source), leaf.spec), -(-count * leaf.dtype.itemsize // 64) * 64
         if alike != before or size > room or leaf._index in indexes:
             runs.append([])
             indexes, room = set(), INLINE_BYTES

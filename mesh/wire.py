@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-import cloudpickle
 import torch
 
 from ..kernels.copying import copy_alone
@@ -31,7 +30,7 @@ from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.processes import ThreadBuffer
 from . import strides
-from .pickling.objects import reduced
+from .pickling.objects import Pickler
 from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
@@ -77,17 +76,13 @@ class Packet:
         self.fd = None
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(Pickler):
     def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any] | None):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._name_of = name_of
         self._known: dict[int, int] = {}
         self.tensors: list[torch.Tensor | Stacked] = []
         self.kept: list[Any] = []  # alive, since ids are unique only among live objects
-
-    def reducer_override(self, obj: Any) -> Any:
-        found = reduced(obj)
-        return super().reducer_override(obj) if found is None else found
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)

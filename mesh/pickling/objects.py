@@ -6,10 +6,13 @@ are mapped files travel as the name of the file.
 
 from __future__ import annotations
 
+import io
 import mmap
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -28,7 +31,41 @@ def arrive_on(device: torch.device) -> None:
     _home = device
 
 
-def reduced(obj: Any) -> Any:
+class Pickler(cloudpickle.Pickler):
+    """That of cloudpickle, for objects of all kinds."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = _reduced(obj)
+        return super().reducer_override(obj) if found is None else found
+
+
+class _OfValues(Pickler):
+    """Takes tensors by their values: torch's own pickles have addresses in them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
+            data = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+            trainable = obj.requires_grad and obj.is_leaf
+            return _of_bytes, (data.tobytes(), obj.dtype, tuple(obj.shape), trainable, type(obj) is torch.nn.Parameter)
+        return super().reducer_override(obj)
+
+
+def dumps(obj: Any) -> bytes:
+    """The pickle of an object, tensors and all: equal bytes on ranks where it is equal."""
+    _OfValues(file := io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(obj)
+    return file.getvalue()
+
+
+def _of_bytes(
+    data: bytes, dtype: torch.dtype, shape: tuple[int, ...], trainable: bool, is_parameter: bool
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    if data:
+        tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return torch.nn.Parameter(tensor, trainable) if is_parameter else tensor.requires_grad_(trainable)
+
+
+def _reduced(obj: Any) -> Any:
     """What `__reduce__` should return for an object; None for most, which cloudpickle pickles well."""
     if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
         trainable = obj.requires_grad and obj.is_leaf
@@ -36,7 +73,26 @@ def reduced(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor) and (result := arrived(obj)) is not obj:
         return torch.Tensor.detach, (result,)
     found = operators.reduced(obj) or functions.reduced(obj)
-    return found or torch_private.reduce_compiled(obj) or _mapped_file(obj)
+    return found or torch_private.reduce_compiled(obj) or _mapped_file(obj) or _in_slots(obj)
+
+
+def _in_slots(obj: Any) -> tuple[Any, ...] | None:
+    """How an object with slots travels if its class does, which loses them on its way: there all is in a `__dict__`,
+    which the object lacks where the class comes from.
+    """
+    cls = type(obj)
+    if "__slots__" not in vars(cls) or hasattr(cls, "__setstate__") or functions.travels_by_name(cls):
+        return None
+    how = obj.__reduce_ex__(4)
+    if not isinstance(how, tuple) or len(how) < 3 or type(how[2]) is not tuple:
+        return None
+    return *how, *(None,) * (5 - len(how)), _set_attributes
+
+
+def _set_attributes(obj: Any, state: tuple[dict[str, Any] | None, dict[str, Any] | None]) -> None:
+    for attributes in state:
+        for name, value in (attributes or {}).items():
+            object.__setattr__(obj, name, value)
 
 
 def _placed(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:

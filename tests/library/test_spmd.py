@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import types
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytrees import NAMESPACE
+from torch import nn
 
-from spmd import Array, Mesh, MeshError, P, Sharded, SpecError, axis_index, pmean, psum, put, spmd
+from spmd import Array, Mesh, MeshError, P, Sharded, SpecError, axis_index, fetch, pmean, psum, put, spmd
 
 TWO = torch.arange(2)
 
@@ -208,8 +210,31 @@ def test_sparse_tensors(mesh, layout):
 
 def test_jagged_tensors(mesh):
     rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    result = spmd(lambda rows: rows * 2, mesh=mesh)(rows).full()
-    assert [row.tolist() for row in result.unbind()] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    twice = spmd(lambda rows: rows * 2, mesh=mesh)(rows)
+    for result in (twice.full(), fetch([twice, twice])[1]):
+        assert [row.tolist() for row in result.unbind()] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    assert str(twice).startswith("Array(float32[2, ")
+
+
+def test_objects_that_hold_tensors(mesh):
+    """Of classes that are no trees: they are compared by the tensors' values."""
+    x = torch.arange(3.0)
+    makers = (
+        lambda x: types.SimpleNamespace(x=x),
+        lambda x: collections.UserList([x, x.bfloat16(), x.bool(), x[:0], x[0], torch.complex(x, -x).conj()]),
+        lambda x: torch.distributions.Normal(x, nn.Parameter(x + 1)),
+    )
+    for make in makers:
+        result, expected = spmd(make, mesh=mesh)(x), make(x)
+        held, plain = vars(result), vars(expected)
+        if isinstance(result, collections.UserList):
+            held, plain = dict(enumerate(result)), dict(enumerate(expected))
+        assert held.keys() == plain.keys()
+        for name, value in plain.items():
+            if isinstance(value, torch.Tensor):
+                assert held[name].dtype == value.dtype and torch.equal(held[name], value), name
+        with pytest.raises(SpecError, match="should be the same on all ranks"):
+            spmd(lambda x, make=make: make(x + axis_index("data")), mesh=mesh)(x)
 
 
 def test_trees(mesh):

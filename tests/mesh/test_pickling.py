@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,39 @@ def test_a_parametrized_module_that_a_step_captures(shared_mesh: Any) -> None:
     with torch.no_grad():
         teacher[0].parametrizations.weight.original1.add_(1.0)
     assert torch.allclose(taught(x).full(), teacher(x))
+
+
+def test_objects_with_slots_come_back(shared_mesh: Any) -> None:
+    """Their class travels by value, and has no slots on the ranks."""
+    mesh = shared_mesh({"data": 2})
+
+    @dataclasses.dataclass(slots=True)
+    class Point:
+        x: int
+        name: str = "p"
+
+    class Named(Point):  # with a __dict__ of its own
+        pass
+
+    class Half:
+        __slots__ = ("empty", "filled")
+
+        def __init__(self, filled: Any) -> None:
+            self.filled = filled
+
+    named = Named(3)
+    named.more = 4
+    for given in (Point(3), named):
+        for back in (
+            *mesh.run(lambda x: x, given),
+            mesh.submit(lambda x: x, given).result(),
+            spmd(pick, mesh=mesh)(given),
+        ):
+            assert back == given and type(back) is type(given) and getattr(back, "more", 4) == 4
+    (half, _) = mesh.run(lambda x: x, Half([torch.ones(2)]))
+    assert half.filled[0].tolist() == [1, 1] and not hasattr(half, "empty")
+    assert mesh.run(lambda x: x.x + x.more, named) == [7, 7]
+
+
+def pick(x: Any) -> Any:
+    return x
