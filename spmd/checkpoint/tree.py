@@ -216,7 +216,14 @@ def _children(structure: Any) -> list[Any]:
 
 def _has_classes(structure: Any) -> bool:
     """Whether it takes `like` to build it again."""
-    return structure != "leaf" and ("class" in structure or any(map(_has_classes, _children(structure))))
+    if structure == "leaf":
+        return False
+    return ("class" in structure and not _is_ordered(structure)) or any(map(_has_classes, _children(structure)))
+
+
+def _is_ordered(structure: Any) -> bool:
+    """Whether it is an OrderedDict, as a module's `state_dict()` is."""
+    return "dict" in structure and structure.get("class") == collections.OrderedDict.__name__
 
 
 def _empty_dicts(structure: Any, path: str) -> Iterator[str]:
@@ -241,7 +248,9 @@ def _build(structure: Any, leaves: Iterator[Any], like: Any, path: str) -> Any:
         items = zip((own.get(key, key) for key in structure["dict"]), made, strict=True)
         if isinstance(like, collections.defaultdict):
             return collections.defaultdict(like.default_factory, items)
-        return type(like)(items) if type(like) in DICTS else dict(items)
+        if type(like) in DICTS:
+            return type(like)(items)
+        return collections.OrderedDict(items) if _is_ordered(structure) else dict(items)
     if "class" in structure:
         pieces, _, treedef = _one_level(like)
         children = dict(zip(structure["at"], made, strict=True))
@@ -256,7 +265,8 @@ def _within(structure: Any, like: Any, path: str, *, strict: bool = True) -> lis
         return []
     if "dict" in structure:
         known = like if type(like) in DICTS else {}
-        if known is not like and "class" in structure and strict:
+        alone = _is_ordered(structure) and (like is None or like is _NOTHING)
+        if known is not like and "class" in structure and strict and not alone:
             raise _lacks(structure, path)
         keys = structure["dict"]
         return [(part, known.get(key, _NOTHING), f"{path}[{key!r}]") for key, part in zip(keys, parts, strict=True)]
