@@ -180,7 +180,8 @@ class DriverSession(Owned):
             for needed, *which in pure.needs() if pure is not None else ():
                 needed.restore(*which)
             packet = wire.Packet(b"") if content is None else content()
-            again = None if pure is None or not self.reruns else Again(pure, make, packet)
+            reruns = pure is not None and (self.reruns or self.lasting and pure.fetches)
+            again = Again(pure, make, packet) if reruns else None
             task: Task | None = None
             try:
                 with self.lock:
