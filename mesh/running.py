@@ -249,14 +249,19 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
         raise shorten(error) from error.__cause__
 
 
+DEATHS = 3  # of the rank, while an object that is to be restored is made
+
+
 def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:
-    end = time.monotonic() + REPLACED_SECONDS
+    end, deaths = time.monotonic() + REPLACED_SECONDS, 0
     while True:
         node = _node(mesh)
         try:
             return node.caller.make(rank, args, kwargs, label, restore=restore)
-        except PeerLost:
-            raise
+        except PeerLost as error:
+            deaths += error.rank == rank
+            if not restore or error.rank != rank or deaths == DEATHS:
+                raise
         except Unreached:  # the rank has died, and will be replaced soon
             if time.monotonic() > end or not mesh.is_driver:
                 raise answers.unreachable(rank, label, mesh.describe()) from None

@@ -50,6 +50,7 @@ class Pure:
         holds: the compiled call (`calls.DriverCall`), which must live until then.
         arguments: its inputs.
         values: its outputs, as `values.CallValues`; one for each batch if it reads several.
+        fetches: whether it only fetches values, and so runs again even if the program wants to know of lost calls.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Pure:
     holds: Any = None
     arguments: Sequence[Any] = ()
     values: Sequence[Any] = ()
+    fetches: bool = False
 
 
 @dataclasses.dataclass(slots=True)

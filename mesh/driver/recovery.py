@@ -135,9 +135,12 @@ class Recovery:
     def _to_rerun(self) -> tuple[list[Task], str | None]:
         """The tasks that will run again, and why others that could won't."""
         session = self._session
-        if not self._lost or self.interrupted or not session.reruns:
+        tasks = session.pending.tasks.values()
+        if not self._lost or self.interrupted:
             return [], None
-        return to_rerun(session.pending.tasks.values(), session.ranks.overwritten, session.run_state.saved)
+        if not session.reruns and any(task.region and not task.fine for task in tasks):
+            return [], None  # what is fetched may be what one of these was to make
+        return to_rerun(tasks, session.ranks.overwritten, session.run_state.saved)
 
     def interrupt(self) -> None:
         """On Ctrl-C, let what is about to end do so, interrupt the rest, and wait; a second Ctrl-C kills the ranks.

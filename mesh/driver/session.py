@@ -180,8 +180,9 @@ class DriverSession(Owned):
             for needed, *which in pure.needs() if pure is not None else ():
                 needed.restore(*which)
             packet = wire.Packet(b"") if content is None else content()
-            again = None if pure is None or not self.reruns else Again(pure, make, packet)
-            task: Task | None = None
+            task, again = None, None
+            if pure is not None and (self.reruns or (self.lasting and pure.fetches)):
+                again = Again(pure, make, packet)
             try:
                 with self.lock:
                     self.ready()

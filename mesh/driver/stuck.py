@@ -3,8 +3,9 @@
 A death is noticed at once, and being slow is no fault. A rank is stuck if somebody waits for it and for `grace` seconds
 it begins no task or region, uses no processor time and does not wait for a processor (nor do its readers, or what it
 has started). Ranks that wait for others in a collective poll many times a second, so they are not stuck. Nor is a rank
-that may be waiting, at a lock file say, for a program that another rank has started, as compilers do. Invariant: a rank
-that a debugger traces, or that is at a debugger's prompt, is left alone, and so are its peers.
+that may be waiting, at a lock file say, for a program that another rank has started, as compilers do. Where only remote
+objects may be waited for, a rank is stuck if it is stopped, since methods may wait as long as they like. Invariant: a
+rank that a debugger traces, or that is at a debugger's prompt, is left alone, and so are its peers.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Stuck:
         with session.lock:
             awaited, ranks = session.pending.awaited(), session.ranks  # read together: a resize exchanges the ranks
             board = ranks.arena
+        if awaited or session.node.awaits:  # objects on any rank may be waited for, by the driver or by other ranks
+            awaited = dict.fromkeys(range(len(ranks.all)), (0, False)) | awaited
         if board is None or (awaited and board.in_debugger()):
             self._marks.clear()
             return

@@ -222,7 +222,7 @@ class CallValues:
         self.settle()
         spans = tuple(word for index in indexes for word in (self.number, index, index + 1))
         fetch = functools.partial(protocol.FetchValues, spans=spans)
-        pure = Pure("fetching", lambda: [(self, index) for index in indexes], holds=self)
+        pure = Pure("fetching", lambda: [(self, index) for index in indexes], holds=self, fetches=True)
         task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, handling=WAITED_FOR)
         return self.session.wait(task).values()
 

@@ -126,7 +126,13 @@ class Node(Owned):
         if self.caller.gone.all_dropped:
             self.caller.restoring.await_made(_MADE_SECONDS)  # what nobody needs any more, and is then released
         with self.lock:
-            return not self.caller.gone.all_dropped or any(connection.pending for connection in self._to.values())
+            return not self.caller.gone.all_dropped or self.awaits
+
+    @property
+    def awaits(self) -> bool:
+        """Whether calls that this process has made are under way."""
+        with self.lock:
+            return any(connection.pending for connection in self._to.values())
 
     def wake(self) -> None:
         self._exchange.wake()

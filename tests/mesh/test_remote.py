@@ -728,6 +728,22 @@ def test_objects_that_could_not_be_made_leave_nothing(mesh: Mesh) -> None:
     assert until(lambda: mesh.run(threading.active_count)[1] <= before[1])
 
 
+def test_an_object_whose_rank_dies_as_it_is_made_is_made_again(mesh: Mesh, tmp_path: Path) -> None:
+    """Up to three times, and only if it is to be restored."""
+
+    def make(deaths: int) -> Ledger:
+        tries = len(os.listdir(tmp_path))
+        (tmp_path / f"try-{tries}").touch()
+        if tries < deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Ledger("first")
+
+    assert mesh.remote(make, 2, rank=1, restore=True).read().get() == ["first"]
+    for restore in (True, False):
+        with pytest.raises(PeerLost, match="rank 1"):
+            mesh.remote(make, 99, rank=1, restore=restore)
+
+
 class SlowToLoad:
     """Says when it begins to load its state, and waits for a moment."""
 

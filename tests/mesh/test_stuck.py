@@ -75,6 +75,45 @@ def test_a_stopped_rank_ends_what_waits_for_it(mesh: Mesh, what: str, tmp_path: 
     assert works(mesh)
 
 
+class Counter:
+    """An object on a rank, also for other ranks."""
+
+    count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    def save(self) -> int:
+        return self.count
+
+    def load(self, count: int) -> None:
+        self.count = count
+
+
+@pytest.mark.parametrize("who", ["driver", "rank"])
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_stopped_rank_ends_what_waits_for_its_objects(
+    make_mesh: Callable[..., Mesh], who: str, restore: bool
+) -> None:
+    mesh = make_mesh({"data": 2}, timeout=60, grace=GRACE)
+    counter = mesh.remote(Counter, rank=1, restore=restore)
+    assert counter.add().get() == 1
+    pid = mesh.driver.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    if restore and who == "driver":
+        assert counter.add().get(HANGS) == 2
+    else:
+        with pytest.raises(PeerLost, match="rank 1"):
+            if who == "driver":
+                counter.add().get(HANGS)
+            else:
+                mesh.submit(lambda: counter.add().get(HANGS), rank=0).result()
+    assert end_within(1.0, [pid])
+    assert until(lambda: mesh.driver.pids[1] != pid)
+    assert works(mesh)
+
+
 @pytest.fixture
 def whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_ANSWER_SECONDS", stacks._ANSWER_SECONDS)  # as it was, at the end

@@ -500,6 +500,16 @@ def test_what_may_have_effects_is_not_run_again(make_mesh):
     assert w.tolist() == [1, 1]
 
 
+def test_a_value_is_fetched_again_where_the_program_wants_to_know(make_mesh, caplog):
+    """The call that made it has not failed: a program that made it again would draw other random numbers."""
+    mesh = make_mesh({"data": 2}, on_loss="raise", grace=0.5)
+    value = spmd(lambda: torch.rand(4), mesh=mesh, out_specs=P("data"))()
+    expected = value.full()
+    os.kill(mesh.driver.pids[1], signal.SIGSTOP)
+    assert torch.equal(value.full(), expected)
+    assert "rank 1 was killed: it was stopped" in caplog.text
+
+
 def test_a_failure_is_for_the_thread_that_waits(make_mesh, monkeypatch):
     """Another one, whose call runs again, hears nothing of it, however late the first comes to look.
 
