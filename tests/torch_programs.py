@@ -618,6 +618,10 @@ def futures(rank: int, size: int) -> None:
     chained = work.get_future().then(lambda done: done.value()[0].sum())
     assert chained.wait() == (1 << 17) * size * (size - 1) / 2
     assert work.is_completed() and work.is_success()
+    pieces = [torch.zeros(1) for _ in range(size)]
+    work = dist.all_gather(pieces, torch.full((1,), float(rank)), async_op=True)
+    assert torch.cat(work.get_future().wait()).tolist() == list(range(size))  # one tensor a rank, as Gloo's
+    assert torch.cat(work.result()).tolist() == list(range(size))
     if rank == 0:  # the others have not come, and won't before this has returned
         late = dist.barrier(async_op=True)
         late.get_future()

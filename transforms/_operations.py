@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.call import labelled, labels
 from ..kernels.communicator import Communicator
+from ..kernels.torch_private import with_tangents
 from ._tokens import run
 
 
@@ -181,4 +182,6 @@ class Extreme:
         return run(Sum(self.comm), gradient) * self._share(*saved)
 
     def jvp(self, tangent: Tensor, *saved: Tensor) -> Tensor:
-        return run(Sum(self.comm), tangent * self._share(*saved))
+        share = self._share(*saved)
+        with with_tangents():  # this product has one, in a jvp of a jvp
+            return run(Sum(self.comm), tangent * share)

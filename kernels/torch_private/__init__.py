@@ -73,6 +73,7 @@ from .tape import saved as saved
 from .tape import saves_itself as saves_itself
 from .tape import scales as scales
 from .tape import sums_up as sums_up
+from .tape import with_tangents as with_tangents
 from .tensors import base as base
 from .tensors import below_subclasses as below_subclasses
 from .tensors import coo_parts as coo_parts

@@ -82,3 +82,10 @@ def in_torch_func() -> bool:
 def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
     """Inside this block, tensors are made and written as if outside `torch.func`. Public way: none."""
     return temporarily_clear_interpreter_stack()
+
+
+def with_tangents() -> contextlib.AbstractContextManager[Any]:
+    """Inside this block, operations have tangents, as elsewhere: torch turns them off while it asks a Function for its
+    `jvp`, also those of an outer `jvp`, which would be 0. Public way: none.
+    """
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)

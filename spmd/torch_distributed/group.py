@@ -235,8 +235,9 @@ class ProcessGroup(_Base):
         inputs, outputs = listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
         tensor, pieces = one(inputs, "all_gather"), list(outputs[0])
         check_own("all_gather", self._rank, [tensor] * self.size(), pieces)
+        result = outputs if tensor.is_cuda else pieces  # as NCCL's, a list for each GPU of a rank; as Gloo's, one list
         return self._do(
-            "all_gather", opts, lambda comm, later: vouched.all_gather(comm, pieces, tensor, later), inputs, outputs
+            "all_gather", opts, lambda comm, later: vouched.all_gather(comm, pieces, tensor, later), inputs, result
         )
 
     def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: Any, opts: Any = None) -> Work:
@@ -281,7 +282,7 @@ class ProcessGroup(_Base):
         if pieces is not None:
             check_own("gather", root, [tensor] * self.size(), pieces)
         return self._do(
-            "gather", opts, lambda comm, later: vouched.gather(comm, tensor, pieces, root, later), inputs, outputs
+            "gather", opts, lambda comm, later: vouched.gather(comm, tensor, pieces, root, later), inputs, pieces or []
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:

@@ -217,6 +217,38 @@ def in_torch_func() -> None:
     assert (*seen, torch_private.in_torch_func()) == (True, False, False)
 
 
+def with_tangents() -> None:
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            with torch_private.with_tangents():
+                return Same.apply(tangent * 3)
+
+    class Same(Sine):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent.clone()
+
+    def slope(x):
+        return torch.func.jvp(lambda y: Sine.apply(y.square()), (x,), (torch.ones(()),))[1]  # 3 * 2 * x
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # by torch itself, for the first jvp of a process
+        assert torch.func.jvp(slope, (torch.ones(()),), (torch.ones(()),))[1] == 6
+
+
 def tables() -> None:
     layer = nn.BatchNorm1d(2)
     torch_private.parameters(layer)["weight"] = torch.tensor([2.0, 3.0])
@@ -423,6 +455,7 @@ PARTS: dict[Callable[[], None], str] = {
     has_hooks: "refusing modules whose parameters have hooks",
     has_step_hooks: "calling hooks that a program has given every optimizer's step",
     in_torch_func: "collectives and grad within transforms of torch.func",
+    with_tangents: "second derivatives of pmax and pmin in forward mode",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",

@@ -565,7 +565,7 @@ def test_torch_func_grad_jvp_and_their_batches_through_a_collective(shared_mesh)
     def through(x):
         gathered = all_gather(x.sin(), "data")
         return (
-            psum(x * x, "data") * x + pmax(x, "data") + ppermute(gathered.cos().sum(0), "data", [(0, 1), (1, 0)])
+            psum(x * x, "data") * x + pmax(x.sin(), "data") + ppermute(gathered.cos().sum(0), "data", [(0, 1), (1, 0)])
         ).sum()
 
     def body():
@@ -584,6 +584,7 @@ def test_torch_func_grad_jvp_and_their_batches_through_a_collective(shared_mesh)
         batched = torch.func.vmap(torch.func.grad(through))(x)
         looped = torch.stack([torch.func.grad(through)(row) for row in x])
         curved = torch.func.jvp(torch.func.grad(through), (x,), (v,))[1]
+        along = torch.func.jvp(lambda x: torch.func.jvp(through, (x,), (v,))[1], (x,), (v,))[1]
         bent = (torch.func.grad(through)(x + step * v) - torch.func.grad(through)(x - step * v)) / (2 * step)
         return {
             "jvp": torch.allclose(slope, wanted, atol=1e-7),
@@ -592,6 +593,7 @@ def test_torch_func_grad_jvp_and_their_batches_through_a_collective(shared_mesh)
             "grad": torch.allclose(gradient, same),
             "batched": torch.allclose(batched, looped),
             "forward over reverse": torch.allclose(curved, bent, atol=1e-6),
+            "forward over forward": torch.allclose(psum(along, "data"), psum((curved * v).sum(), "data")),
         }
 
     for results in shared_mesh({"data": 2}).run(body):
