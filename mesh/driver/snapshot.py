@@ -1,7 +1,7 @@
 """When a function must be sent to the ranks again: a cheap check of what it refers to.
 
 Pickling a function at every call would cost more than a small step. So a function is pickled once, and again only
-when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and four
+when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and six
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
 their parameters and hooks, and deeper or larger containers of data alone: numbers, texts, members of an Enum,
 dataclasses, tensors, arrays. A change of anything else deeper than that, or in a large container, is not noticed, and

@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import itertools
+import logging
 import operator
 import types
 import weakref
@@ -31,9 +32,13 @@ CONTAINERS = (list, tuple, set, dict, collections.deque)
 _SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _OF_CLASSES = (property, staticmethod, classmethod)
-_AS_A_WHOLE = (types.ModuleType, types.CodeType)
+_AS_A_WHOLE = (
+    types.ModuleType,
+    types.CodeType,
+    logging.Logger,
+)  # a logger refers to all others, and is sent as its name
 OF_MODULES = frozenset(vars(torch.nn.Module()))
-DEPTH = 4
+DEPTH = 6  # levels of objects and containers: a subset, its dataset, the transform, its list, one of these, a number
 OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 _PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth

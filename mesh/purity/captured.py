@@ -164,8 +164,9 @@ def _tensors(
             kind = "parameter" if isinstance(obj, nn.Parameter) else "tensor"
             found.setdefault(id(obj), (obj, kind, f"a {kind} of shape {list(obj.shape)}"))
         inside = inside_of(obj, depth)
-        ours = ours or type(obj).__module__.startswith(OWN)  # what `functional` keeps of a module may have caches
-        todo.extend((part, level, ours) for part, level in inside or ())
+        # Less deep in the library's own: what `functional` keeps of a module may have caches.
+        ours = type(obj).__module__.startswith(OWN) or (ours and not isinstance(obj, types.FunctionType))
+        todo.extend((part, level + ours, ours) for part, level in inside or ())
         if inside is None and isinstance(obj, CONTAINERS) and len(obj) <= most and not ours:  # a long or a deep one
             parts = parts_of_data(obj) or ()
             todo.extend((part, depth, ours) for part in parts if not isinstance(part, SCALARS))

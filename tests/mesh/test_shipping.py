@@ -10,11 +10,13 @@ import enum
 import functools
 import gc
 import linecache
+import logging
 import os
 import sys
 import threading
 import types
 import weakref
+from typing import Any
 
 import numpy as np
 import optree
@@ -317,14 +319,26 @@ def test_arrays_in_place():
 
 
 def test_how_deep_and_how_far_it_looks():
-    deep = {"1": {"2": {"3": {"4": {"5": 0}}}}}
-    assert changed(lambda: deep, lambda: deep["1"]["2"]["3"].update(other=1))
-    deep["1"]["2"]["3"]["4"]["6"] = types.SimpleNamespace(rate=1)
-    assert not changed(lambda: deep, lambda: deep["1"]["2"]["3"]["4"].update({"5": 1}))  # the documented limit
+    inner: dict[str, Any] = {"number": 0, "object": types.SimpleNamespace(rate=1)}
+    deep: dict[str, Any] = inner
+    for level in range(references.DEPTH - 1):
+        deep = {str(level): deep}
+    assert changed(lambda: deep, lambda: inner.update(number=1))
+    further = {"0": deep}
+    assert not changed(lambda: further, lambda: inner.update(number=2))  # the documented limit
     long = [types.SimpleNamespace(rate=1) for _ in range(references.LOOKED_INTO + 1)]
     assert not changed(lambda: long, lambda: setattr(long[0], "rate", 2))
     wide = [[list(range(200)) for _ in range(200)] for _ in range(200)]
     assert Snapshot(lambda: wide).size < 3 * shipping._LOOKED_AT
+
+
+def test_loggers_are_not_looked_into():
+    """Each leads to all others, and goes by its name."""
+    for number in range(50):
+        logging.getLogger(f"{__name__}.{number}")
+    logger = logging.getLogger(__name__)
+    assert Snapshot(lambda: logger).size < 10
+    assert changed(lambda: logger, lambda: None) is False
 
 
 def test_data_alone_is_seen_at_any_depth():
