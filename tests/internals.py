@@ -301,6 +301,17 @@ def exits_of_zygote(mesh: Any) -> dict[int, int]:
     return mesh.driver.ranks.all[0]._zygote.exits
 
 
+def environment_of_zygote() -> dict[str, str]:
+    """The environment that such a process would have, were it started now."""
+    from spmd.mesh.driver import spawn
+
+    popen = mock.Mock(side_effect=InterruptedError)
+    names = {**vars(subprocess), "Popen": popen}
+    with mock.patch.object(spawn, "subprocess", types.SimpleNamespace(**names)), contextlib.suppress(InterruptedError):
+        spawn.Zygote()
+    return popen.call_args.kwargs["env"]
+
+
 def zygote_that_stands_by(mesh: Any) -> int:
     """The process that will take the zygote's place."""
     return mesh.driver.ranks.all[0]._zygote._next._process.pid
