@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -40,9 +41,11 @@ def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
     """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
 
     def popen(command: Sequence[str], **options: Any) -> Any:
-        begin = 5 if command[2:4] == ["sh", "-c"] else 2  # behind env with a variable, and sh; or ssh
-        python = [one for one in command[begin:] if one != "-B"]  # which changes nothing
+        behind = itertools.dropwhile(lambda word: word == "env" or "=" in word, command)
+        behind = list(behind)[3 * (command[0] == "env") :]  # sh, -c and what that runs
+        python = [one for one in behind if one != "-B"]  # which changes nothing
         forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
+        assert forked or command[0] != "env" or sys.warnoptions, f"this is no fork, and takes seconds: {command}"
         return run(python, **options) if forked else subprocess.Popen(command, **options)
 
     return popen
