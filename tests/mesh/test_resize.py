@@ -516,7 +516,7 @@ def test_another_thread_saves_meanwhile(mesh: Mesh, tmp_path: Path) -> None:
 
     saver = threading.Thread(target=keep_saving)
     saver.start()
-    for turn in range(40):
+    for turn in range(15):
         mesh.resize({"data": 1 + turn % 3})
     over.set()
     saver.join(HANGS)
