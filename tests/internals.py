@@ -159,6 +159,13 @@ def wait_for_stacks() -> None:
     stacks._ANSWER_SECONDS = 5.0
 
 
+def say_what_closing_waits_for_after(monkeypatch: Any, seconds: float) -> None:
+    """Who closes a mesh is told so soon what that waits for."""
+    from spmd.mesh.driver import open_sessions
+
+    monkeypatch.setattr(open_sessions, "SAY_SECONDS", seconds)
+
+
 def keep_the_turn(seconds: float) -> None:
     """In this process: a rank's debugger has the terminal until it has not asked for so long; a moment may be short."""
     from spmd.mesh.driver import debugging
