@@ -17,6 +17,7 @@ import gc
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import runpy
@@ -312,6 +313,7 @@ def _fork_pythons(server: ForkServer) -> None:
 
     def popen(args: Any, **options: Any) -> subprocess.Popen:
         python = list(map(str, args)) if not isinstance(args, str) and args[0] == sys.executable else []
+        python[1:] = itertools.dropwhile(lambda option: option.startswith("-X"), python[1:])  # as of a kernel
         forked = python[1:] and (python[1] in ("-c", "-m", "-u", "-W") or not python[1].startswith("-"))
         return server.run(python, **options) if forked else new(args, **options)
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -40,9 +41,11 @@ def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
     """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
 
     def popen(command: Sequence[str], **options: Any) -> Any:
-        begin = 5 if command[2:4] == ["sh", "-c"] else 2  # behind env with a variable, and sh; or ssh
-        python = [one for one in command[begin:] if one != "-B"]  # which changes nothing
+        behind = itertools.dropwhile(lambda word: word == "env" or "=" in word, command)
+        behind = list(behind)[3 * (command[0] == "env") :]  # sh, -c and what that runs
+        python = [one for one in behind if one != "-B"]  # which changes nothing
         forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
+        assert forked or command[0] != "env" or sys.warnoptions, f"this is no fork, and takes seconds: {command}"
         return run(python, **options) if forked else subprocess.Popen(command, **options)
 
     return popen
@@ -154,6 +157,13 @@ def wait_for_stacks() -> None:
     from spmd.mesh.display import stacks
 
     stacks._ANSWER_SECONDS = 5.0
+
+
+def say_what_closing_waits_for_after(monkeypatch: Any, seconds: float) -> None:
+    """Who closes a mesh is told so soon what that waits for."""
+    from spmd.mesh.driver import open_sessions
+
+    monkeypatch.setattr(open_sessions, "SAY_SECONDS", seconds)
 
 
 def keep_the_turn(seconds: float) -> None:
@@ -299,6 +309,17 @@ def zygote_of(mesh: Any) -> int:
 def exits_of_zygote(mesh: Any) -> dict[int, int]:
     """How processes that were forked from it have ended, by number, as far as the driver has been told."""
     return mesh.driver.ranks.all[0]._zygote.exits
+
+
+def environment_of_zygote() -> dict[str, str]:
+    """The environment that such a process would have, were it started now."""
+    from spmd.mesh.driver import spawn
+
+    popen = mock.Mock(side_effect=InterruptedError)
+    names = {**vars(subprocess), "Popen": popen}
+    with mock.patch.object(spawn, "subprocess", types.SimpleNamespace(**names)), contextlib.suppress(InterruptedError):
+        spawn.Zygote()
+    return popen.call_args.kwargs["env"]
 
 
 def zygote_that_stands_by(mesh: Any) -> int:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fork_server import shared_server
@@ -63,14 +64,19 @@ def launched(ranks: int, program: str, *arguments: str, **options: Any) -> tuple
 
 
 def two_ranks(
-    folder: Path, code: str, *arguments: str, inside: Callable[[int], Sequence[str]] = lambda rank: ()
+    folder: Path,
+    code: str,
+    *arguments: str,
+    env: Mapping[str, str] = MappingProxyType({}),
+    inside: Callable[[int], Sequence[str]] = lambda rank: (),
 ) -> list[tuple[str, str]]:
     """Run code as two ranks that meet at a file, each a process of its own: the outputs and error outputs.
 
     Args:
+        env: variables of the ranks' besides those for their meeting, or in the place of one of these.
         inside: the command, if any, that starts Python for a rank.
     """
-    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{folder}/meet", "OMP_NUM_THREADS": "1"}
+    told = {"SPMD_SIZE": "2", "SPMD_INIT_METHOD": f"file://{folder}/meet", "OMP_NUM_THREADS": "1", **env}
     ranks = [
         (subprocess.Popen if inside(rank) else shared_server().run)(
             [*inside(rank), sys.executable, "-c", code, *arguments],

@@ -229,15 +229,19 @@ def test_what_is_refused(mesh: Mesh) -> None:
             Mesh({"data": 4}, **options)
 
 
+def instead(command: Sequence[str], code: str) -> list[str]:
+    """The command that starts a host, which runs this first."""
+    begin, code = command[: command.index(sys.executable)], f"{code}from spmd.mesh.hosts.process import main; main()"
+    return [*begin, sys.executable, "-c", code]
+
+
 def test_a_host_with_other_versions_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
     code = (
         "import spmd.mesh.hosts.process as process; real = process.versions\n"
-        "process.versions = lambda: real() | {'torch': '0.1'}; process.main()"
+        "process.versions = lambda: real() | {'torch': '0.1'}\n"
     )
-    older = Changed(
-        ["a:1"], lambda _, command, __: [*command[: command.index(sys.executable)], sys.executable, "-c", code]
-    )
+    older = Changed(["a:1"], lambda _, command, __: instead(command, code))
     with pytest.raises(MeshError, match=r"host a runs another torch than this program \(got torch 0.1 there"):
         Mesh({"data": 1}, hosts=older)
     nothing = Changed(["a:1"], lambda *_: ["false"])
@@ -259,8 +263,8 @@ def test_a_python_at_a_path_with_an_equals_sign(
 
 def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPMD_INTERFACE", "127.0.0.1")
-    limited = ["bash", "-c", 'ulimit -n 40; exec "$@"', "-"]
-    few = Changed(["a:2", "b:8"], lambda name, command, _: command if name == "a" else [*limited, *command])
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+    few = Changed(["a:2", "b:8"], lambda name, command, _: command if name == "a" else instead(command, code))
 
     def refused() -> int:
         with pytest.raises(MeshError, match=r"host b can't start ranks .*open files .*with a limit of 40"):

@@ -11,9 +11,10 @@ from pathlib import Path
 import launchers
 import pytest
 import slurm
+from fork_server import shared_server
 from jobs import BARE
 from patience import HANGS
-from scripts import launched, run
+from scripts import FORKED_CHILDREN, launched, run
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +85,13 @@ def test_lines_stay_whole(unbuffered: bool, tmp_path: Path) -> None:
     program.write_text(LINES)
     if unbuffered:
         code, out, _ = launched(2, str(program), without=["SPMD_"], stderr=subprocess.STDOUT)
-    else:  # no fork, which would write at once
+    else:
         command = [sys.executable, "-m", "spmd", "run", "-n", "2", str(program)]
-        environ = {**BARE, "PYTHONUNBUFFERED": ""}
+        environ = {name: text for name, text in {**BARE, **FORKED_CHILDREN}.items() if name != "PYTHONUNBUFFERED"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(command, env=environ, timeout=HANGS, **pipes)
-        code, out = done.returncode, done.stdout
+        with shared_server().run(command, env=environ, **pipes) as agent:
+            out, _ = agent.communicate(timeout=HANGS)
+        code = agent.returncode
     assert code == 0, out
     lines = [line for line in out.splitlines() if "line" in line]
     assert len(lines) == 2 * 2000

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -21,7 +20,7 @@ import pytest
 import torch
 from frontend import Kernel, kernel, kernels_are_forks
 from patience import HANGS, end_within, quick, running, slowness
-from scripts import HERE
+from scripts import FORKED_CHILDREN, HERE, run
 
 from spmd import Mesh, P, SpecError, spmd
 
@@ -429,9 +428,8 @@ def test_a_notebook_runs_and_shows_what_was_committed(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("SPMD_RANKS", "2")
     if name == NAMES[0]:  # as its reader does it
-        command = [sys.executable, str(NOTEBOOKS / "execute.py"), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, out, err = run(str(NOTEBOOKS / "execute.py"), str(path), env=FORKED_CHILDREN)
+        assert code == 0, out + err
     else:
         monkeypatch.syspath_prepend(NOTEBOOKS)
         with kernels_are_forks():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts import run, script
+from internals import environment_of_zygote
+from scripts import FORKED_CHILDREN, run, script
 
 from spmd import Mesh
 from spmd.cli.main import parse
@@ -83,24 +84,37 @@ def test_freed_memory_is_kept_and_now_and_then_given_back(tmp_path: Path) -> Non
     assert out.split() == ["True"] * 4
 
 
-@pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "77"}])
-@pytest.mark.parametrize("ways", [[], ["-m", "spmd", "run", "-n", "1"]], ids=["driver", "launched"])
-def test_openmp_does_not_keep_cores_busy(tmp_path: Path, ways: list[str], own: dict[str, str]) -> None:
+def test_openmp_does_not_keep_cores_busy(tmp_path: Path) -> None:
     program = script(tmp_path, "from spmd import Mesh\nwith Mesh({'data': 1}) as mesh: print(mesh.run(int))")
-    status, out, err = run(*ways, program, env={"OMP_DISPLAY_ENV": "verbose", **own}, fresh=True)
+    status, out, err = run(program, env={"OMP_DISPLAY_ENV": "verbose"}, without=["GOMP_", "OMP_"], fresh=True)
     assert (status, out) == (0, "[0]\n"), err
-    counts = set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", err))
-    assert counts >= {"10000"} if not own else counts == {"77"}
+    assert {"10000"} <= set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", err))
+
+
+@pytest.mark.parametrize(("own", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77")], ids=["not set", "set"])
+def test_how_busy_openmp_keeps_cores_is_up_to_who_sets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, str], spins: str
+) -> None:
+    """Of a driver's ranks, and of launched ones."""
+    program = script(tmp_path, "import os; print(os.environ['GOMP_SPINCOUNT'])")
+    told = {**FORKED_CHILDREN, **own}
+    status, out, err = run("-m", "spmd", "run", "-n", "1", program, env=told, without=["GOMP_", "OMP_"])
+    assert (status, out) == (0, f"{spins}\n"), err
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in own.items():
+        monkeypatch.setenv(name, text)
+    assert environment_of_zygote()["GOMP_SPINCOUNT"] == spins
 
 
 def test_a_driver_sends_large_tensors_without_torchs_threads(tmp_path: Path) -> None:
     """Once begun, they wait for work for milliseconds, on cores that ranks need."""
-    status, out, err = run(script(tmp_path, THREADS), fresh=True)
+    status, out, err = run(script(tmp_path, THREADS))
     assert (status, out) == (0, "0.0 0.0 0\n"), err
 
 
 def test_what_is_compared_is_not_copied(tmp_path: Path) -> None:
-    status, out, err = run(script(tmp_path, COMPARED), fresh=True)
+    status, out, err = run(script(tmp_path, COMPARED))
     assert status == 0, err
     assert out.split() == ["True"]
 

@@ -21,7 +21,7 @@ from fork_server import shared_server
 from jobs import environ_without
 from patience import HANGS, quick
 from ports import free_port
-from scripts import ENDS_WHOLLY, launched, run, started, two_ranks
+from scripts import ENDS_WHOLLY, FORKED_CHILDREN, run, started, two_ranks
 
 from spmd import MeshError, initialize
 
@@ -259,27 +259,24 @@ except MeshError as error:
 TOLD = r"this program was started by rank 0 \(process \d+\), whose variables it has.*-u SPMD_RANK -u SPMD_SIZE"
 
 
-def test_a_program_that_rank_0_starts_where_it_keeps_the_store_itself(tmp_path: Path) -> None:
-    """As under mpirun: the port is in use for a second one, by the rank that has started it."""
+# `env` starts a new Python, whose variables others can see; otherwise both are forks.
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [({}, ()), ({"TORCHELASTIC_RUN_ID": "1"}, ()), ({"SPMD_INIT_METHOD": "tcp://127.0.0.1:PORT"}, ("env",))],
+    ids=["once", "restarts", "port"],
+)
+def test_a_program_that_a_rank_starts_is_told_whose_variables_it_has(
+    tmp_path: Path, environ: dict[str, str], command: tuple[str, ...]
+) -> None:
+    """Also as under mpirun: the port is in use for a second one, by the rank that has started it."""
     program = tmp_path / "program.py"
     program.write_text(STARTS_ANOTHER)
-    at = f"SPMD_INIT_METHOD=tcp://127.0.0.1:{free_port()}"
     code = f"import runpy, sys; sys.argv = [{str(program)!r}]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    (first, _), (other, _) = two_ranks(tmp_path, code, inside=lambda rank: ("env", at))
-    assert other == "rank 1 of 2\n"
-    said, told = first.splitlines()
-    assert said == "rank 0 of 2" and re.match(TOLD, told), first
-
-
-@pytest.mark.parametrize("environ", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["once", "restarts"])
-def test_a_program_that_a_rank_starts_is_told_whose_variables_it_has(tmp_path: Path, environ: dict[str, str]) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(STARTS_ANOTHER)
-    status, out, err = launched(2, str(program), without=["SPMD_", "TORCHELASTIC"], env=environ)
-    assert status == 0, err
-    lines = sorted(out.splitlines())
-    assert lines[:2] == ["rank 0 of 2", "rank 1 of 2"]
-    assert len(lines) == 3 and re.match(TOLD, lines[2]), out
+    told = {name: text.replace("PORT", str(free_port())) for name, text in {**environ, **FORKED_CHILDREN}.items()}
+    (first, err), (other, _) = two_ranks(tmp_path, code, env=told, inside=lambda rank: () if rank else command)
+    assert other == "rank 1 of 2\n", err
+    said, answer = first.splitlines()
+    assert said == "rank 0 of 2" and re.match(TOLD, answer), first + err
 
 
 def test_the_meeting_place_is_removed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from host_processes import parent_of
-from internals import let_time_fly, wait_for_stacks
+from internals import let_time_fly, say_what_closing_waits_for_after, wait_for_stacks
 from patience import HANGS, end_within, running, soon, until
 
 from spmd import Loader, Mesh, MeshError, P, PeerLost, RemoteError, SpmdError, put, save
@@ -480,7 +480,8 @@ def test_closing_with_calls_under_way_waits_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One of them ends just as it is looked at who is busy."""
-    mesh, may_end = Mesh({"data": 2}, timeout=3.5), tmp_path / "may end"
+    say_what_closing_waits_for_after(monkeypatch, 0.5)
+    mesh, may_end = Mesh({"data": 2}, timeout=2.0), tmp_path / "may end"
     first = mesh.submit(time.sleep, 1000, rank=0)
     ends = mesh.submit(until, may_end.exists, rank=1)
     futures = [first, *(mesh.submit(time.sleep, 1000, rank=rank) for rank in (1, 0, 1))]
@@ -495,8 +496,8 @@ def test_closing_with_calls_under_way_waits_once(
     monkeypatch.setattr(Task, "busy", busy_as_one_ends)
     began = time.monotonic()
     mesh.close()
-    assert soon(4 * 3.5, began)
-    assert "waits up to 3.5 s for what ranks 0-1 do (Ctrl-C: no longer)" in capfd.readouterr().err
+    assert soon(4 * 2.0, began)
+    assert "waits up to 2 s for what ranks 0-1 do (Ctrl-C: no longer)" in capfd.readouterr().err
     assert ends.result() and all(isinstance(future.exception(), MeshError) for future in futures)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import run, script
+from scripts import FORKED_CHILDREN, run, script
 
 from spmd import Mesh, MeshError
 from spmd.mesh.display.trace import Recorder
@@ -40,7 +40,7 @@ with Mesh({"data": 2}, hosts=sys.argv[1] if len(sys.argv) > 1 else None, timeout
 
 def traced(tmp_path: Path, *arguments: str, program: str = PROGRAM) -> list[dict[str, Any]]:
     path = tmp_path / "trace.json"
-    code, _, err = run(script(tmp_path, program), *arguments, env={"SPMD_TRACE": str(path)})
+    code, _, err = run(script(tmp_path, program), *arguments, env={"SPMD_TRACE": str(path), **FORKED_CHILDREN})
     assert code == 0, err
     return json.loads(path.read_text())
 

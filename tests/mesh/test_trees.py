@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import doctest
-import subprocess
-import sys
 from typing import NamedTuple
 
 import optree
 import pytest
 import torch
-from patience import HANGS
+from scripts import FORKED_CHILDREN, run
 
 from spmd import P, SpecError, data_parallel, put, spmd, value_and_grad
 from spmd.mesh import trees
@@ -123,8 +121,8 @@ reader = (
 )
 print(subprocess.run([sys.executable, "-c", reader], input=packed, stdout=subprocess.PIPE, check=True).stdout.decode())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANGS)
-    assert done.stdout.split() == ["Layer", "first", "20", "True"], done.stderr
+    _, out, err = run("-c", script, env=FORKED_CHILDREN)
+    assert out.split() == ["Layer", "first", "20", "True"], err
 
 
 def test_plain_dataclasses_are_leaves():

@@ -23,7 +23,7 @@ from attacks import JOB, Job, job, listening, scanned
 from fork_server import Forked, ForkServer
 from patience import HANGS, until
 from ports import free_port
-from scripts import launched, script, two_ranks
+from scripts import FORKED_CHILDREN, launched, script, started, two_ranks
 
 from spmd import PeerLost
 
@@ -280,21 +280,23 @@ def test_a_file_that_is_named_as_the_ranks_memory(tmp_path: Path) -> None:
     assert victim.stat().st_blocks <= 8
 
 
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [one for child in children for one in descendants(child)]
+
+
 def test_spmd_run_listens_nowhere(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    with subprocess.Popen(
-        [sys.executable, "-m", "spmd", "run", "-n", "2", str(script), "auto", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as agent:
+    command = ["-m", "spmd", "run", "-n", "2", str(script), "auto", str(tmp_path)]
+    with started(*command, env=FORKED_CHILDREN, stderr=None) as agent:
         end = time.monotonic() + HANGS
         while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
             assert time.monotonic() < end and agent.poll() is None
             time.sleep(0.05)
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        assert len(children) >= 2
-        assert listening([agent.pid, *map(int, children)]) == set()
+        others = descendants(agent.pid)
+        assert len(others) >= 3  # its ranks, and what they are forked from
+        assert listening([agent.pid, *others]) == set()
         (tmp_path / "stop").touch()
         assert agent.communicate(timeout=HANGS)[0] == "right\nright\n"
 
