@@ -56,6 +56,13 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
 
 
+def preloaded() -> tuple[str, ...]:
+    """The modules that a mesh's ranks have imported before they are forked."""
+    from spmd.mesh.rank.zygote import PRELOADED
+
+    return PRELOADED
+
+
 def read_environment_again() -> None:
     """In a fork that has other variables than the process that imported the library: those that are read only then."""
     from spmd import _trace
