@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -37,13 +38,21 @@ def no_own_folders() -> None:
 
 
 def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
+    """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`.
+
+    Its command is Python's behind `env` with variables, or that behind a shell that executes it.
+    """
 
     def popen(command: Sequence[str], **options: Any) -> Any:
-        begin = 5 if command[2:4] == ["sh", "-c"] else 2  # behind env with a variable, and sh; or ssh
-        python = [one for one in command[begin:] if one != "-B"]  # which changes nothing
-        forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
-        return run(python, **options) if forked else subprocess.Popen(command, **options)
+        words = [one for one in command if one != "-B"]  # which changes nothing
+        begin = words.index(sys.executable) if sys.executable in words else 0
+        before, python = words[:begin], words[begin:]
+        variables = [one for one in before[1:] if "=" in one]
+        alone = before[:1] == ["env"] and before[1 + len(variables) :][:2] in ([], ["sh", "-c"])
+        if not (alone and python[1] in ("-c", "-m")):  # a fork can have no other options
+            return subprocess.Popen(command, **options)
+        environ = dict(os.environ if options.get("env") is None else options["env"])
+        return run(python, **{**options, "env": environ | dict(one.split("=", 1) for one in variables)})
 
     return popen
 
