@@ -22,7 +22,8 @@ from spmd import MeshError, P, PeerLost, SpecError, put
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_imported() -> Iterator[None]:
     """What DTensors and the compiler need, once for all ranks; programs of docs/torch_distributed.md import it late."""
-    with ranks_import("torch._dynamo.backends.debugging", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"):
+    modules = "tensor.parallel", "fsdp"
+    with ranks_import("torch._dynamo.backends.debugging", *(f"torch.distributed.{name}" for name in modules)):
         yield
 
 
