@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from internals import local_hosts, read_environment_again
+from internals import local_hosts, preloaded, read_environment_again
 from patience import HANGS
 
 _LENGTH = struct.Struct("I")
@@ -352,9 +352,7 @@ def _interrupted() -> None:
 def main() -> None:
     global _end
     atexit.register(_quickly)  # before what is imported registers anything
-    from spmd.mesh.rank.zygote import PRELOADED
-
-    for name in (*PRELOADED, *sys.argv[2:]):
+    for name in (*preloaded(), *sys.argv[2:]):
         importlib.import_module(name)
     channel = socket.socket(fileno=int(sys.argv[1]))
     request = _served(channel)

@@ -4,8 +4,8 @@
 
 For tests of what ranks do once they have been launched; a process that imports torch anew costs more than most of them.
 Ends as `spmd run` does, with the status of the rank that failed first. The ranks are the whole job, unless SPMD_SIZE
-and SPMD_INIT_METHOD name a larger one; then SPMD_RANK is the first of them. FORKED_WITH names the modules that they
-need (torch's compiler is one), which are then imported once for all.
+and SPMD_INIT_METHOD name a larger one; then SPMD_RANK is the first of them. FORKED_WITH names modules that they need
+besides (torch's compiler is one), which are then imported once for all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import signal
 import sys
 import tempfile
 import time
+
+from internals import preloaded
 
 GRACE_SECONDS = 10.0  # for the others, once a rank has failed
 
@@ -52,7 +54,7 @@ def await_all(ranks: set[int]) -> int:
 
 def main() -> None:
     count, program, *arguments = sys.argv[1:]
-    for name in os.environ.get("FORKED_WITH", "spmd").split():
+    for name in (*preloaded(), *os.environ.get("FORKED_WITH", "").split()):
         importlib.import_module(name)
 
     folder, ranks = tempfile.mkdtemp(), set[int]()

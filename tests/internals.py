@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
-import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -38,15 +38,23 @@ def no_own_folders() -> None:
 
 
 def host_popen(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`."""
+    """Like `subprocess.Popen`, but starts the Python process of a pretended host with `run`.
+
+    Its command is Python's behind `env` with variables, or that behind a shell that executes it.
+    """
 
     def popen(command: Sequence[str], **options: Any) -> Any:
-        behind = itertools.dropwhile(lambda word: word == "env" or "=" in word, command)
-        behind = list(behind)[3 * (command[0] == "env") :]  # sh, -c and what that runs
-        python = [one for one in behind if one != "-B"]  # which changes nothing
-        forked = python[:1] == [sys.executable] and python[1] in ("-c", "-m")  # a fork can have no other options
+        words = [one for one in command if one != "-B"]  # which changes nothing
+        begin = words.index(sys.executable) if sys.executable in words else 0
+        before, python = words[:begin], words[begin:]
+        variables = [one for one in before[1:] if "=" in one]
+        alone = before[:1] == ["env"] and before[1 + len(variables) :][:2] in ([], ["sh", "-c"])
+        forked = alone and python[1] in ("-c", "-m")  # a fork can have no other options
         assert forked or command[0] != "env" or sys.warnoptions, f"this is no fork, and takes seconds: {command}"
-        return run(python, **options) if forked else subprocess.Popen(command, **options)
+        if not forked:
+            return subprocess.Popen(command, **options)
+        environ = dict(os.environ if options.get("env") is None else options["env"])
+        return run(python, **{**options, "env": environ | dict(one.split("=", 1) for one in variables)})
 
     return popen
 
@@ -57,6 +65,13 @@ def local_hosts(run: Callable[..., Any]) -> contextlib.AbstractContextManager:
 
     names = {**vars(subprocess), "Popen": host_popen(run)}
     return mock.patch.object(launchers, "subprocess", types.SimpleNamespace(**names))
+
+
+def preloaded() -> tuple[str, ...]:
+    """The modules that a mesh's ranks have imported before they are forked."""
+    from spmd.mesh.rank.zygote import PRELOADED
+
+    return PRELOADED
 
 
 def read_environment_again() -> None:

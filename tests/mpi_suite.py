@@ -1,9 +1,9 @@
 """Run under mpirun by test_mpi.py: the communication layer over backend "mpi", with rank 0 saying how many checks held.
 
-    mpirun -np 3 python tests/mpi_suite.py [cells.pickle]
+    mpirun -np 3 python tests/mpi_suite.py [cells.pickle [fail]]
 
 Every rank runs the bodies that the other backends' tests run in a region. Given a file, rank 0 writes what each rank
-found in the operations table there.
+found in the operations table there. Told to fail, the program ends by an error while messages are under way.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def failures(mesh: Mesh, size: int) -> None:
         check(total == [float(size)] * size, f"the mesh is usable after: {text}")
 
 
-def main(path: str | None) -> None:
+def main(path: str | None, *more: str) -> None:
     mesh = Mesh({"data": -1}, backend="mpi", timeout=30.0)
     check(mesh.backend == "mpi" and mesh.run(lambda: mesh.comm().backend) == ["mpi"] * mesh.size, "the backend")
     cells = operations(mesh, mesh.size)
@@ -165,7 +165,9 @@ def main(path: str | None) -> None:
         if path is not None:
             with open(path, "wb") as file:
                 pickle.dump(cells, file)
-        print(f"ok {checks} checks")
+        print(f"ok {checks} checks", flush=True)
+    if more == ("fail",):
+        mesh.run(lambda: (mesh.comm().isend(torch.ones(10**6), 1 - mesh.rank), 1 / 0))
     mesh.close()
 
 

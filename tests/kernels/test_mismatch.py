@@ -136,9 +136,9 @@ CALLS: dict[str, tuple[Callable[[Communicator], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_other_call(make_mesh: Callable[..., Mesh], backend: str, name: str) -> None:
+def test_other_call(shared_mesh: Callable[..., Mesh], backend: str, name: str) -> None:
     body, most, one = CALLS[name]
-    mesh = make_mesh({"data": 3}, backend=backend)
+    mesh = shared_mesh({"data": 3}, backend)
 
     def met(comm: Communicator) -> None:
         """All have begun: who differs waits half a second, and no longer, for what the others say."""
@@ -209,8 +209,8 @@ def test_the_line_is_that_of_the_call(make_mesh: Callable[..., Mesh], backend: s
     works(mesh)
 
 
-def test_a_piece_of_another_size(make_mesh: Callable[..., Mesh], backend: str) -> None:
-    mesh = make_mesh({"data": 3}, backend=backend)
+def test_a_piece_of_another_size(shared_mesh: Callable[..., Mesh], backend: str) -> None:
+    mesh = shared_mesh({"data": 3}, backend)
 
     def body(comm: Communicator) -> None:
         outs = [torch.empty(4 if comm.rank == 2 and r == 1 else 3) for r in range(3)]
@@ -311,9 +311,11 @@ ABSENCES: dict[str, tuple[Callable[[Communicator], Any], str]] = {
 
 @pytest.mark.parametrize("name", ABSENCES)
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "first use"])
-def test_absence(make_mesh: Callable[..., Mesh], backend: str, name: str, opened: bool) -> None:
+def test_absence(
+    make_mesh: Callable[..., Mesh], shared_mesh: Callable[..., Mesh], backend: str, name: str, opened: bool
+) -> None:
     body, call = ABSENCES[name]
-    mesh = make_mesh({"data": 3}, backend=backend)
+    mesh = (shared_mesh if opened else make_mesh)({"data": 3}, backend=backend)
     if opened:
         works(mesh)
     text = refused(mesh, body)

@@ -453,7 +453,10 @@ def test_what_a_death_cuts_short_is_lost(mesh: Mesh) -> None:
 
 
 @pytest.fixture
-def make_comm() -> Iterator[Alone]:
+def make_comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alone]:
+    """What never ends is soon given up."""
+    monkeypatch.setattr(nccl_channel, "SPARE_SECONDS", 0.5)
+    monkeypatch.setattr(nccl_connection, "END_SECONDS", 0.5)
     make = Alone()
     yield make
     make.close()

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import scripts
 from fork_server import ForkServer
 from scripts import launched, run
 
@@ -38,14 +39,18 @@ def bench_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def groups_are_forks() -> Iterator[None]:
-    """A contender's processes have imported torch already, and its compiler, which DDP and torch's optimizers take."""
+    """A contender's processes have imported torch already, and its compiler, which DDP and torch's optimizers take.
+
+    So have the programs that the tests run.
+    """
     server = ForkServer(modules=["torch._dynamo", "torch.nn.parallel"])
 
     def popen(command: Sequence[str], **options: Any) -> subprocess.Popen:
         return (server.run if command[0] == sys.executable else subprocess.Popen)(command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
-    with mock.patch.object(groups, "subprocess", types.SimpleNamespace(**names)):
+    contenders = mock.patch.object(groups, "subprocess", types.SimpleNamespace(**names))
+    with contenders, mock.patch.object(scripts, "shared_server", lambda: server):
         yield
     server.close()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from jobs import KUBEFLOW, SALLOC, environ_without, section
 from patience import HANGS
-from scripts import run, started
+from scripts import ENDS_WHOLLY, FORKED_CHILDREN, run, started
 
 import spmd
 from spmd import Mesh
@@ -233,16 +233,16 @@ def test_a_rank_runs_a_job_of_its_own(tmp_path: Path) -> None:
     """One that was told by hand which rank it is."""
     (tmp_path / "inner.py").write_text("import spmd; mesh = spmd.Mesh(); print(mesh.rank, mesh.size, flush=True)")
     by_hand = {"SPMD_RANK": "2", "SPMD_SIZE": "3", "SPMD_LOCAL_RANK": "2", "SPMD_LOCAL_SIZE": "3"}
-    status, out, err = run("-m", "spmd", "run", "-n", "2", "inner.py", cwd=tmp_path, env=by_hand)
+    status, out, err = run("-m", "spmd", "run", "-n", "2", "inner.py", cwd=tmp_path, env=by_hand | FORKED_CHILDREN)
     assert (status, sorted(out.splitlines())) == (0, ["0 2", "1 2"]), err
 
 
 def test_who_reads_has_read_enough() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "spmd", "top", "--once"], stdout=writing, stderr=subprocess.PIPE)
+    code, _, err = run("-m", "spmd", "top", "--once", stdout=writing, env=ENDS_WHOLLY)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    assert (code, err) == (128 + signal.SIGPIPE, "")
 
 
 def test_a_script_ends_well_without_a_standard_output(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """`torch.compile` around what a step captures: the same as eager, or refused in words."""
 
-import importlib
 import os
 import signal
 import sys
@@ -302,7 +301,7 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("programs", [2, pytest.param(len(PROGRAMS), marks=pytest.mark.long)])
+@pytest.mark.parametrize("programs", [1, pytest.param(len(PROGRAMS), marks=pytest.mark.long)])
 def test_as_in_eager_on_launched_ranks(tmp_path, programs):
     arguments, imported = (
         (__file__.rpartition("/")[0], str(programs)),
@@ -592,10 +591,10 @@ def test_a_new_rank_computes_compiled_as_the_others_do(with_compiler, make_mesh,
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_first_calls_are_checked_where_the_compiler_is_loaded(make_mesh, size):
+def test_first_calls_are_checked_where_the_compiler_is_loaded(with_compiler, make_mesh, size):
     """By ranks that were there at the start, and by those that have replaced them."""
     mesh = make_mesh({"data": size})
-    loaded = spmd.spmd(lambda x: x * importlib.import_module("torch._dynamo").__name__.count("dynamo"), mesh=mesh)
+    loaded = spmd.spmd(lambda x: x * ("torch._dynamo" in sys.modules), mesh=mesh)
 
     def writes(x):
         x.data.add_(1)
@@ -609,7 +608,7 @@ def test_first_calls_are_checked_where_the_compiler_is_loaded(make_mesh, size):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_new_rank_compiles_a_module_in_one_graph(make_mesh):
+def test_a_new_rank_compiles_a_module_in_one_graph(with_compiler, make_mesh):
     """On its first call, where other ranks have made a call in eager mode before they compiled."""
     mesh = make_mesh({"data": 2})
     apply, params = functional(torch.nn.Linear(3, 1))

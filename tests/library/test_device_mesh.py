@@ -5,16 +5,26 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from internals import ranks_import
 from torch import nn
 
 import spmd
 from spmd import MeshError, P, PeerLost, SpecError, put
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_is_imported() -> Iterator[None]:
+    """What DTensors and the compiler need, once for all ranks; programs of docs/torch_distributed.md import it late."""
+    modules = "tensor.parallel", "fsdp"
+    with ranks_import("torch._dynamo.backends.debugging", *(f"torch.distributed.{name}" for name in modules)):
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -41,10 +42,9 @@ def module_of(path: Path) -> str:
 MODULES = [module_of(path) for path in FILES]
 
 
-def python(source: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", source], cwd=cwd, capture_output=True, text=True, timeout=HANGS
-    )
+def python(source: str, cwd: Path, *arguments: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", source, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,18 +52,24 @@ def python(source: str, cwd: Path) -> str:
 # -- packages and imports ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_under_a_bare_name(tmp_path: Path) -> None:
-    source = f"import sys, importlib\nfor name in {MODULES}: importlib.import_module(name)\nprint(*sys.modules)"
-    for loaded in (python(source, tmp_path).split(), list(sys.modules)):
+def test_nothing_is_loaded_under_a_bare_name(imported: list[str]) -> None:
+    for loaded in (imported[1].split(), list(sys.modules)):
+        assert "torch" in loaded
         bare = [name for name in loaded if name.partition(".")[0] in FOLDERS[:-1]]
         assert not bare
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The calls and imports in a file, for all tests that look at them."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call | ast.stmt)]
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, absolute module name) of everything that a file imports, wherever in it."""
     name = module_of(path)
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -167,7 +173,18 @@ from spmd import *
 assert seen() == before, (before, seen())
 assert not torch.cuda.is_initialized()
 print(*(name for name in ("cupy", "mpi4py", "matplotlib", "sklearn", "torch.distributed.run") if name in sys.modules))
+
+import importlib
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*sys.modules)
 """
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a new Python prints once it has imported the public names, and then all files."""
+    return python(QUIET, tmp_path_factory.mktemp("imported"), *MODULES).splitlines()
 
 
 def test_tensors_are_made_on_a_device_that_is_named() -> None:
@@ -177,7 +194,7 @@ def test_tensors_are_made_on_a_device_that_is_named() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
         if "bench" not in path.parts
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
         if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
         if not {"device", None}.intersection(keyword.arg for keyword in node.keywords)
@@ -185,9 +202,9 @@ def test_tensors_are_made_on_a_device_that_is_named() -> None:
     assert not unnamed
 
 
-def test_import_is_quiet(tmp_path: Path) -> None:
+def test_import_is_quiet(imported: list[str]) -> None:
     """No process, no thread, no open file, no CUDA, nothing imported that is an extra."""
-    assert python(QUIET, tmp_path).strip() == ""
+    assert imported[0] == ""
 
 
 # -- tests speak through the public interface --------------------------------------------------------------------------

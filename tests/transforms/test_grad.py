@@ -692,26 +692,32 @@ def test_a_part_that_agrees_by_chance_on_a_later_call_is_refused(shared_mesh, ch
         compare(step_that(declares=False), alike)
 
 
-def test_a_part_that_agrees_by_chance_is_refused_where_the_compiler_was_imported():
-    """There the first call of a function made anew is not looked at again."""
+@pytest.fixture(scope="module")
+def with_compiler():
+    """A mesh whose ranks have imported torch's compiler, as those of other tests need not."""
 
     def imports():
         import torch._dynamo  # noqa: F401
 
     with Mesh({"data": 2}) as mesh:
         mesh.run(imports)
-        for check in ("first", "never"):
+        yield mesh
 
-            @spmd(mesh=mesh, in_specs=P("data"), check=check)
-            def step(x):
-                return Sharded(grad(lambda x: x.square().sum())(x * 2), P("data"))
 
-            assert step(torch.tensor([1.0, 2.0])).full().tolist() == [2.0, 4.0]
-            with pytest.raises(SpecError, match="its values agree, and it differed on the first"):
-                step(torch.ones(2)).full()
-            del step
-            gc.collect()
-            mesh.run(bool)
+def test_a_part_that_agrees_by_chance_is_refused_where_the_compiler_was_imported(with_compiler):
+    """There the first call of a function made anew is not looked at again."""
+    for check in ("first", "never"):
+
+        @spmd(mesh=with_compiler, in_specs=P("data"), check=check)
+        def step(x):
+            return Sharded(grad(lambda x: x.square().sum())(x * 2), P("data"))
+
+        assert step(torch.tensor([1.0, 2.0])).full().tolist() == [2.0, 4.0]
+        with pytest.raises(SpecError, match="its values agree, and it differed on the first"):
+            step(torch.ones(2)).full()
+        del step
+        gc.collect()
+        with_compiler.run(bool)
 
 
 def test_a_replica_changed_in_place_is_none_any_more(shared_mesh):
@@ -805,7 +811,7 @@ def test_a_gradient_over_one_axis_is_not_the_same_along_the_other(shared_mesh):
     assert shared_mesh({"data": 2, "model": 2}).run(body) == [(-2.0, 0.5), (-3.0, 1.0), (-2.0, 1.5), (-3.0, 2.0)]
 
 
-def test_a_region_as_long_as_a_run_remembers_few_checks(shared_mesh):
+def test_a_region_as_long_as_a_run_remembers_few_checks(with_compiler):
     """A loop within one `mesh.run` takes gradients with aux, many more than are remembered, also beside graphs."""
 
     def loss_fn(w):
@@ -815,7 +821,7 @@ def test_a_region_as_long_as_a_run_remembers_few_checks(shared_mesh):
         assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2)).sum() == 4
         return checks_remembered(lambda: grad(loss_fn, has_aux=True)(torch.ones(3)), 16)
 
-    assert max(shared_mesh({"data": 2}).run(body)) <= 16
+    assert max(with_compiler.run(body)) <= 16
 
 
 def test_arrays_as_arguments(shared_mesh):
