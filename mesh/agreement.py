@@ -94,7 +94,7 @@ def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
 
 def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
     """A rank's report of its results. Most ranks send equal bytes, so that they are decoded once."""
-    return objects.dumps((trees.pack(treedef), metas))
+    return objects.dumps((trees.pack(treedef, objects.dumps), metas))
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:

@@ -28,6 +28,7 @@ from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .driver.snapshot import typed_sources
 from .launch import launched
+from .pickling.objects import class_of_script, name_in_script
 from .pickling.unpicklable import sending_result
 from .rank import counted
 from .region import Region, current, run_body
@@ -110,16 +111,24 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
         return self.driver.wait(task).values()
     rank, settings = self.session.rank, ambient()
 
+    def name_of(obj: Any) -> Any:
+        if isinstance(obj, type(self)):
+            return ("mesh",)
+        return None if (name := name_in_script(obj)) is None else ("class", name)
+
+    def object_of(name: Any) -> Any:
+        return self if name == ("mesh",) else class_of_script(name[1])
+
     def here() -> tuple[Any, list[bytes]]:
         by_some = len({*chosen}) < layout.size
         region = Region(self.session, key, self, by_some=by_some)
         result = run_body(region, settings, fn, args) if rank in chosen else None
         with sending_result(lambda: [("what the function returned", result)], self.session.where, (type(self),)):
-            mine = wire.to_bytes(result, lambda obj: ("mesh",) if isinstance(obj, type(self)) else None)
+            mine = wire.to_bytes(result, name_of)
         return result, self.session.comm().all_gather_bytes(mine)
 
     result, everyone = launched.call(self.session, here, "mesh.run")
-    return [result if peer == rank else wire.from_bytes(everyone[peer], lambda name: self) for peer in chosen]
+    return [result if peer == rank else wire.from_bytes(everyone[peer], object_of) for peer in chosen]
 
 
 @public

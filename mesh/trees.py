@@ -268,8 +268,8 @@ class Packed:
         return pickle.loads(self.data)
 
 
-def pack(treedef: optree.PyTreeSpec) -> Packed:
-    """Make a treedef ready to travel; classes that can't be imported there travel with it."""
+def pack(treedef: optree.PyTreeSpec, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
+    """Make a treedef ready to travel, by `dumps`; classes that can't be imported there travel with it."""
     classes: dict[type, Any] = {}
     todo = [treedef]
     while todo:
@@ -279,4 +279,4 @@ def pack(treedef: optree.PyTreeSpec) -> Packed:
             if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
                 classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)
         todo.extend(node.children())
-    return Packed(list(classes.values()), cloudpickle.dumps(treedef))
+    return Packed(list(classes.values()), dumps(treedef))

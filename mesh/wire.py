@@ -43,7 +43,7 @@ _CUT_SHORT = int(socket.MSG_CTRUNC)
 _HEADER = struct.Struct("<QQQB")  # bytes of the head, of the pickle, of inline tensors; number of descriptors
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 # What most pickles are made of: checked first, as none of these is ever sent as a name.
-_PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), type, types.FunctionType})
+_PLAIN = frozenset({str, int, float, bool, bytes, tuple, list, dict, set, type(None), types.FunctionType})
 
 
 class Unsendable(MeshError):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import mmap
+import operator
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 from ...kernels import torch_private
 from ...kernels.arguments import arrived
+from ...kernels.errors import MeshError
 from ...kernels.shm.pages import PAGE, any_copied
 from . import functions, operators
 
@@ -39,10 +42,34 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj) if found is None else found
 
 
+def name_in_script(obj: Any) -> str | None:
+    """The name of a class that this process's main script has; None for all else.
+
+    Launched ranks all run the script: sent by value, its classes would be other ones than the receiver's. A driver's
+    ranks have none.
+    """
+    if not isinstance(obj, type) or obj.__module__ != "__main__":
+        return None
+    try:
+        return obj.__qualname__ if class_of_script(obj.__qualname__) is obj else None
+    except MeshError:
+        return None
+
+
+def class_of_script(name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(sys.modules["__main__"])
+    except AttributeError:
+        remedy = "define it before the ranks communicate, on all of them"
+        raise MeshError(f"the script has no class {name!r} on this rank, as it has on another", remedy=remedy) from None
+
+
 class _OfValues(Pickler):
-    """Takes tensors by their values: torch's own pickles have addresses in them."""
+    """Takes tensors by their values (torch's own pickles have addresses in them), and the script's classes by name."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if (name := name_in_script(obj)) is not None:
+            return class_of_script, (name,)
         if type(obj) in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
             data = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             trainable = obj.requires_grad and obj.is_leaf

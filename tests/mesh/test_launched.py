@@ -12,6 +12,8 @@ from fork_server import shared_server
 from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HANGS, run, script
 
 COMMON = """
+import dataclasses
+import enum
 import gc
 import threading
 import time
@@ -33,6 +35,19 @@ class Pair(typing.NamedTuple):
     second: object
 
 class Large:
+    pass
+
+class Phase(enum.Enum):
+    MAIN = 1
+
+class Seconds(float):
+    pass
+
+@dataclasses.dataclass
+class Held:
+    x: object
+
+class Failed(Exception):
     pass
 
 def with_a_large_one(x, large):
@@ -67,6 +82,24 @@ def results(mesh):
 
     for _ in range(2):
         pair = spmd(lambda x: Pair(x + 1, [x]), mesh=mesh)(whole)
+    made = {"phase": Phase.MAIN, "seconds": Seconds(2), "held": Held(1), "nested": [(Held(Phase.MAIN),)]}
+    made["tensors"] = Held(whole)
+    for name, one in made.items():
+        result = spmd(lambda one=one: one, mesh=mesh)()
+        of_run = mesh.run(lambda one=one: one)
+        assert all(type(each) is type(one) for each in (result, *of_run)), name
+        assert name == "tensors" or all(each == one for each in (result, *of_run)), name
+
+    def fails():
+        if axis_index("data"):
+            raise Failed("on rank 1")
+
+    for call in (spmd(fails, mesh=mesh), lambda: mesh.run(fails)):
+        try:
+            call()
+            raise AssertionError
+        except Failed as error:
+            assert error.args == ("on rank 1",)
     found["a class of the script"] = [type(pair).__name__, plain(pair.first.full()), plain(pair.second[0].full())]
 
     same, frozen = spmd(lambda x: x, mesh=mesh), torch.nn.Parameter(torch.ones(2), requires_grad=False)
