@@ -223,7 +223,12 @@ class Exchange:
 
     def open(self, rank: int) -> Connection:
         """A connection to a rank, over which messages may be sent at once."""
-        connection = Connection(self, self._connect(rank), rank)
+        socket_ = self._connect(rank)
+        try:
+            connection = Connection(self, socket_, rank)
+        except OSError:  # the rank has ended since
+            socket_.close()
+            raise
         self.wake(connection)
         return connection
 
