@@ -5,12 +5,15 @@ Invariant: what the receiver can import travels by name, all else by value.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +26,8 @@ from ...kernels.errors import MeshError
 from ...kernels.torch_private import is_exported
 
 _Cached = type(functools.lru_cache(lambda: None))
+_OF_WEAK_REFERENCES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_ENTERED_BY: Any = type(contextlib.contextmanager(lambda: iter(()))())
 _DISPATCHER: Any = functools.singledispatch(lambda obj: None)
 _KINDS = (
     ctypes.Array,
@@ -55,6 +60,8 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
       pickles it by name, which the receiver's `__main__` does not have.
     - A `functools.cached_property`, which has a lock (before Python 3.12), and a `singledispatch` function, which has
       weak references: without these.
+    - A dictionary of weak references: with the objects.
+    - What a `contextlib.contextmanager` function has returned, a decorator for instance, if not entered: made again.
     - Code: with the name of its file, for errors and tracebacks of ranks; cloudpickle leaves it out since 3.1.3.
     - A module object of a class of its own, such as `torch.backends.cudnn`: by name.
     - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
@@ -82,6 +89,10 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
         return functools.cached_property, (obj.func,), {key: one for key, one in vars(obj).items() if key != "lock"}
     if type(obj) is types.FunctionType and obj.__code__ is _DISPATCHER.__code__ and not travels_by_name(obj):
         return _dispatcher, (), dict(vars(obj)["registry"]), None, None, _registering
+    if type(obj) in _OF_WEAK_REFERENCES:
+        return type(obj), (dict(obj),)
+    if type(obj) is _ENTERED_BY and inspect.getgeneratorstate(obj.gen) == inspect.GEN_CREATED:
+        return type(obj), (obj.func, obj.args, obj.kwds)
     if type(obj) is types.CodeType:
         made, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](obj)
         return made, tuple(obj.co_filename if one == "<dynamic-code>" else one for one in arguments)

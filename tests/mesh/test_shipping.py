@@ -575,7 +575,9 @@ def test_what_else_torch_export_makes(shared_mesh):
 
 
 SCRIPT = """
+import contextlib
 import functools
+import weakref
 from spmd import Mesh
 
 made = []
@@ -603,7 +605,24 @@ class Kinds:
     def _(self, x: int):
         return "a number in " + self.of([x])
 
+class Key:
+    pass
+
+key = Key()
+notes = weakref.WeakKeyDictionary({key: 5})
+
+@contextlib.contextmanager
+def noted(number):
+    made.append(number)
+    yield
+
+@noted(3)
+def counted(x):
+    return made[-1] + notes[key]
+
+logged = functools.wraps(depth)(lambda x: depth(x) + 1)
 mesh, table = Mesh({"data": 2}), Table()
+print(mesh.run(lambda: (counted(1), counted(1), logged([1])))[1], made)
 print(mesh.run(lambda: (table.rows is table.rows, len(made), depth([[1], [[2]]]), Kinds().of(1)))[1])
 table.rows.append(3)
 depth.register(set, lambda x: 7)
@@ -612,9 +631,10 @@ print(mesh.run(lambda: (table.rows, len(made), depth(set())))[1])
 
 
 def test_what_functools_makes_in_classes_of_the_script(tmp_path):
-    """A cached property has a lock, before Python 3.12, and a function for several types weak references."""
+    """A cached property has a lock, before Python 3.12, a function for several types weak references, and a decorator
+    made of a context manager a generator."""
     status, out, err = run(script(tmp_path, SCRIPT))
-    assert (status, out) == (0, "(True, 1, 3, 'a number in any')\n([1, 2, 3], 1, 7)\n"), err
+    assert (status, out) == (0, "(8, 8, 2) []\n(True, 1, 3, 'a number in any')\n([1, 2, 3], 1, 7)\n"), err
 
 
 def test_where_the_part_lies_that_cannot_be_pickled():
