@@ -6,6 +6,7 @@ groups identical failures, and makes an exception of the original type whose `__
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import pickle
 import re
@@ -72,6 +73,9 @@ def text_of(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text can't be had: {type(why).__name__}: {why}"
 
 
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+
+
 def _pickled(obj: Any) -> bytes | None:
     """The pickle of an object, or None if it can't be pickled or read again."""
     try:
@@ -84,21 +88,29 @@ def _pickled(obj: Any) -> bytes | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of an exception that pickle can't rebuild: its class may take other arguments than it keeps."""
+    """The parts of an exception that pickle can't rebuild: its class may take other arguments than it keeps.
+
+    Attributes:
+        group: of the exceptions in an `ExceptionGroup`.
+    """
 
     cls: type[BaseException]
     args: tuple
     state: dict[str, Any]
+    group: tuple[_Parts, ...] = ()
 
     @staticmethod
     def of(error: BaseException) -> _Parts:
         args = error.args if _pickled(error.args) is not None else (text_of(error),)
         state = {name: value for name, value in vars(error).items() if _pickled(value) is not None}
+        if isinstance(error, _GROUPS):
+            return _Parts(type(error), error.args[:1], state, tuple(map(_Parts.of, error.exceptions)))
         return _Parts(type(error), args, state)
 
     def join(self) -> BaseException:
-        error = self.cls.__new__(self.cls, *self.args)
-        error.args = self.args
+        args = (*self.args, [one.join() for one in self.group]) if self.group else self.args
+        error = self.cls.__new__(self.cls, *args)
+        error.args = args
         error.__dict__.update(self.state)
         return error
 

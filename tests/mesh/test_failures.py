@@ -231,6 +231,10 @@ def test_types_of_exceptions(shared_mesh):
     if group is not None:
         with raises(group):
             throw(lambda: group("several", [ValueError("a")]))
+        with raises(group) as caught:
+            throw(lambda: group("several", [ValueError("a"), group("within", [Coded(3, "b")])]))
+        first, (coded,) = caught.value.exceptions[0], caught.value.exceptions[1].exceptions
+        assert (type(first), first.args, type(coded), coded.code) == (ValueError, ("a",), Coded, 3)
     with raises(MeshError, "because of what the function returned (lock): cannot pickle '_thread.lock' object"):
         mesh.run(threading.Lock)
     with raises(MeshError, "(dict): cannot pickle 'generator' object, which is its ['a'][0]", "return what it is made"):
@@ -240,6 +244,14 @@ def test_types_of_exceptions(shared_mesh):
     with raises(SystemExit) as caught:
         mesh.run(lambda: sys.exit(3), ranks=[1])
     assert caught.value.code == 3 and works(mesh)
+
+
+class Coded(Exception):
+    """Pickle gives its class the arguments that it keeps, which are others."""
+
+    def __init__(self, code, text):
+        super().__init__(f"{text} {code}")
+        self.code = code
 
 
 class Deaf(Exception):
