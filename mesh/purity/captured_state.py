@@ -37,7 +37,8 @@ from ..pickling.reloading import own_file
 from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most
-_ARRAY_BYTES = 1 << 24
+_ARRAY_BYTES = 1 << 16  # of larger arrays some values are compared
+_VALUES = 4096
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic, enum.Enum)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
@@ -202,8 +203,10 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, dict):
         return [_names_of(lambda: obj, name + "[{!r}]")] if len(obj) <= _LOOKED_AT else []
     if isinstance(obj, np.ndarray):
-        plain = obj.nbytes <= _ARRAY_BYTES and not obj.dtype.hasobject
-        return [_value_of(obj.tobytes, f"an element of {name}", WAY)] if plain else []
+        if obj.dtype.hasobject:
+            return []
+        read = obj.tobytes if obj.nbytes <= _ARRAY_BYTES else lambda: obj.flat[:: -(-obj.size // _VALUES)].tobytes()
+        return [_value_of(read, f"an element of {name}", WAY)]
     if found := _looks_at_generator(obj, name):
         return found
     if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not _is_users(type(obj))):
