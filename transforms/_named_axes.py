@@ -15,7 +15,7 @@ from ..kernels.call import labelled
 from ..kernels.callsite import public
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import outside_torch_func
+from ..kernels.torch_private import break_graph, outside_torch_func
 from ..mesh import trees
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
@@ -102,6 +102,7 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
 
 def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
     """The checked names of `axis`, and the communicator of the ranks along it."""
+    break_graph(f"{what} of this value can't be part of a graph (docs/compile.md): call it outside of what is compiled")
     refuse_recording(what)
     session, axes = check_axis(what, axis)
     return axes, session.comm(axes)

@@ -38,6 +38,15 @@ def untraced(function: Callable) -> Callable:
     return torch.compiler.disable(function) if is_traced() else function
 
 
+def break_graph(reason: str) -> None:
+    """In what the compiler traces, end the graph; with `fullgraph=True` this is an error, which has the reason.
+
+    Public way: none, outside of the compiler's own module.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=reason)
+
+
 def run_as_written(functions: Iterable[Any]) -> None:
     """Have the compiler skip these and what they call. Public way: `torch.compiler.disable`, which imports it."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)

@@ -69,6 +69,8 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         read = _class_parts if obj.__module__ == "__main__" else _no_parts
     elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
+    elif "_changing" in vars(type(obj)) and type(obj).__module__.startswith(OWN):
+        read = type(obj)._changing
     elif isinstance(obj, CONTAINERS):
         read = list if type(obj) in (list, tuple, set) else _items
     else:
@@ -129,7 +131,12 @@ def _no_parts(obj: Any) -> list[Any]:
 
 
 def _own_attributes(obj: Any) -> list[Any]:
-    return _entries(obj.__dict__) if type(obj).__dictoffset__ else []  # without asking a `__getattr__` of its own
+    if not type(obj).__dictoffset__:  # without asking a `__getattr__` of its own
+        return []
+    try:
+        return _entries(obj.__dict__)
+    except Exception:  # a Task of asyncio hides its own, and that of a proxy is another object's
+        return []
 
 
 def _reader_of_slots(slots: list[str]) -> Reader:

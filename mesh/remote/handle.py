@@ -47,6 +47,11 @@ class Remote:
         self._caller, self._owner, self._named, self._label = caller, owner, name, label
         self._methods = methods
 
+    @staticmethod
+    def _changing(handle: Remote) -> list[Any]:
+        """What a function that captures the handle is sent again for."""
+        return [handle._owner]
+
     def __getattr__(self, name: str) -> Method:
         if name not in self._methods:
             raise AttributeError(

@@ -298,6 +298,16 @@ def being_recorded() -> None:
         seen[1:] = []
 
 
+def break_graph() -> None:
+    def f(x):
+        torch_private.break_graph("for a reason")
+        return x
+
+    f(torch.ones(1))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="for a reason"):
+        torch.compile(f, backend="eager", fullgraph=True)(torch.ones(1))
+
+
 def clipping_functions() -> None:
     x, seen = torch.ones(2), []
     functions = (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, nn.utils.clip_grads_with_norm_)
@@ -459,6 +469,7 @@ PARTS: dict[Callable[[], None], str] = {
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
+    break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",
     tree_nodes: "batches and results in classes that are registered with torch's trees",

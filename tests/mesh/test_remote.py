@@ -651,9 +651,11 @@ def test_an_object_that_saves_is_restored(make_mesh: Any, tmp_path: Any, hosts: 
     lines = ledger.read().get()
     assert [lines[0], lines[1], lines[2], lines[4]] == ["first", "a", "b", fatal] and len(lines) == 25
     assert ledger.where().get() not in (lines[3], pid)
+    captured = lambda: ledger.read().get()[0]  # noqa: E731
+    assert mesh.run(captured) == ["first"] * 2
     os.kill(ledger.where().get(), signal.SIGKILL)
     assert ledger.read().get(HANGS) == lines
-    assert mesh.run(lambda handle: handle.read().get()[0], ledger) == ["first"] * 2
+    assert mesh.run(captured) == mesh.run(lambda handle: handle.read().get()[0], ledger) == ["first"] * 2
     assert other.add(1).get() == 1
     with pytest.raises(PeerLost, match="rank 1"):
         ledger.write_and_die("/dev/null/always").get(HANGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import collections
 import ctypes
 import dataclasses
@@ -339,6 +340,24 @@ def test_loggers_are_not_looked_into():
     logger = logging.getLogger(__name__)
     assert Snapshot(lambda: logger).size < 10
     assert changed(lambda: logger, lambda: None) is False
+
+
+def test_handles_are_not_looked_into(shared_mesh):
+    """They lead to all that the library does, which changes with every call: the function was sent each time."""
+    holder = shared_mesh({"data": 2}).remote(list, [1], rank=1)
+    assert Snapshot(lambda: holder).size < 20
+    assert not changed(lambda: holder, lambda: holder.append(2).get())
+
+
+def test_objects_that_hide_their_attributes():
+    async def nothing():
+        pass
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(nothing())
+    assert not changed(lambda: [task], lambda: None)
+    loop.run_until_complete(task)
+    loop.close()
 
 
 def test_data_alone_is_seen_at_any_depth():

@@ -154,6 +154,11 @@ def test_what_a_result_differs_over_is_known_as_in_eager(shared_mesh):
     run = spmd.spmd(step, out_specs=P("data"), mesh=mesh)
     for _ in range(3):
         assert run(torch.ones(2)).full().tolist() == [0.5, 1.0]
+    whole = torch.compile(lambda w: psum_scatter(w, "data", tiled=True), backend="eager", fullgraph=True)
+    run = spmd.spmd(lambda w: whole(w), out_specs=P("data"), mesh=mesh)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="psum_scatter of this value can't be part of a graph"):
+        for _ in range(2):  # the first one is as written
+            run(torch.ones(2)).full()
 
 
 def test_errors_are_those_of_eager(shared_mesh):
