@@ -36,9 +36,8 @@ from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attri
 from ..pickling.reloading import own_file
 from .generators import is_seeded, random_state
 
-_LOOKED_AT = 4096  # objects at most
+_LOOKED_AT = 4096  # objects at most, and values of an array
 _ARRAY_BYTES = 1 << 16  # of larger arrays some values are compared
-_VALUES = 4096
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic, enum.Enum)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
@@ -205,7 +204,7 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, np.ndarray):
         if obj.dtype.hasobject:
             return []
-        read = obj.tobytes if obj.nbytes <= _ARRAY_BYTES else lambda: obj.flat[:: -(-obj.size // _VALUES)].tobytes()
+        read = obj.tobytes if obj.nbytes <= _ARRAY_BYTES else lambda: obj.flat[:: -(-obj.size // _LOOKED_AT)].tobytes()
         return [_value_of(read, f"an element of {name}", WAY)]
     if found := _looks_at_generator(obj, name):
         return found
