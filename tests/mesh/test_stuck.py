@@ -101,6 +101,8 @@ def test_a_stopped_rank_ends_what_waits_for_its_objects(
     assert counter.add().get() == 1
     pid = mesh.driver.pids[1]
     os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")  # one of them could answer before it stops
+    assert until(lambda: all(state(int(one.name)) == "T" for one in threads.iterdir()))
     if restore and who == "driver":
         assert counter.add().get(HANGS) == 2
     else:
