@@ -33,6 +33,7 @@ from ..pickling.references import (
     LOOKED_INTO,
     SCALARS,
     Reader,
+    bytes_of_array,
     functions_of,
     parts_of_data,
     plain_state_of,
@@ -44,8 +45,8 @@ _LOOKED_AT = 4096  # values at most
 _MARSHALLED = (dict, list, tuple, set, *SCALARS)
 _OF_TENSORS = (dict, collections.OrderedDict, list, tuple)
 _TEXT = 16  # characters of a text that count as a value
-_ARRAY_BYTES = 1 << 16  # arrays up to this size are compared by content
-_COMPARED = 64  # values, or more, of a larger one
+_BUFFER_BYTES = 1 << 16  # bytearrays and arrays of Python up to this size are compared
+_COMPARED = 64  # values of a large array of NumPy
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
 
@@ -159,10 +160,10 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
         if isinstance(obj, np.memmap):
             pass  # it travels as its path
         elif not obj.dtype.hasobject:
-            readers.append((_bytes_in if obj.nbytes <= _ARRAY_BYTES else _some_bytes_in, DEPTH))
+            readers.append((_bytes_in, DEPTH))
         elif obj.size <= LOOKED_INTO and depth < DEPTH:
             readers.append((_objects_in, depth + 1))
-    elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _ARRAY_BYTES:
+    elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _BUFFER_BYTES:
         readers.append((_bytes_of_buffer, DEPTH))
     return readers
 
@@ -190,7 +191,7 @@ def _look_through(container: Any, most: int) -> tuple[Reader | None, int]:
     while left and count + len(left) <= most:
         one = left.pop()
         count += 1 + (len(one) // _TEXT if isinstance(one, str | bytes) else 0)
-        parts = [] if isinstance(one, torch.Tensor | np.ndarray) else parts_of_data(one)
+        parts = parts_of_data(one)
         if parts is None:
             return None, count
         left += parts
@@ -212,13 +213,7 @@ def _content_of(container: Any) -> list[Any]:
 
 
 def _bytes_in(array: Any) -> list[Any]:
-    return [array.tobytes()]
-
-
-def _some_bytes_in(array: Any) -> list[Any]:
-    """Of values at equal distances, the first and the last among them."""
-    values = array.flat
-    return [values[:: (len(values) - 1) // (_COMPARED - 1)].tobytes() + values[-1:].tobytes()]
+    return [bytes_of_array(array, _COMPARED)]
 
 
 def _objects_in(array: Any) -> list[Any]:

@@ -41,6 +41,7 @@ OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 6  # levels of objects and containers: a subset, its dataset, the transform, its list, one of these, a number
 OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
+_ARRAY_BYTES = 1 << 16  # arrays up to this size are read whole
 _PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
 
 
@@ -179,20 +180,33 @@ def _items(container: Any) -> list[Any]:
 
 
 def parts_of_data(obj: Any) -> list[Any] | None:
-    """What lies in a container or a dataclass; nothing in a number, a text or an Enum's member; None of others."""
-    if isinstance(obj, _SINGLE):
+    """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor or an array.
+
+    None of other objects.
+    """
+    if isinstance(obj, (*_SINGLE, torch.Tensor, np.ndarray)):
         return []
     if isinstance(obj, (*CONTAINERS, frozenset)):
         return list(obj) if type(obj) in (list, tuple, set, frozenset) else _items(obj)
     return list(attributes_of(obj).values()) if dataclasses.is_dataclass(type(obj)) else None
 
 
+def bytes_of_array(array: np.ndarray, most: int) -> bytes:
+    """The bytes of an array of numbers or texts.
+
+    Of a large one those of `most` values, or some more, at equal distances, the first and the last among them.
+    """
+    if array.nbytes <= _ARRAY_BYTES:
+        return array.tobytes()
+    step = max(1, (array.size - 1) // (most - 1))
+    return array.flat[::step].tobytes() + array.flat[-1:].tobytes()
+
+
 def _is_data(values: list[Any]) -> bool:
     """Whether there is nothing but data, tensors and arrays in them, at any depth, and not too many to tell."""
     left, count = values, 0
     while left and count + len(left) <= _PARTS:
-        one = left.pop()
-        parts = [] if isinstance(one, torch.Tensor | np.ndarray) else parts_of_data(one)
+        parts = parts_of_data(left.pop())
         if parts is None:
             return False
         count += 1

@@ -32,12 +32,11 @@ from ...kernels import torch_private
 from ...kernels.errors import message
 from ...kernels.torch_private import version
 from ..pickling.functions import travels_by_name
-from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, used_by
+from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, bytes_of_array, used_by
 from ..pickling.reloading import own_file
 from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most, and values of an array
-_ARRAY_BYTES = 1 << 16  # of larger arrays some values are compared
 _BUILT_IN = (list, tuple, dict, set, deque)
 _PLAIN = (*SCALARS, np.generic, enum.Enum)
 _OF_ONE_LEVEL = (types.FunctionType, types.MethodType, functools.partial, nn.Module, torch.utils.data.Dataset)
@@ -204,8 +203,7 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
     if isinstance(obj, np.ndarray):
         if obj.dtype.hasobject:
             return []
-        read = obj.tobytes if obj.nbytes <= _ARRAY_BYTES else lambda: obj.flat[:: -(-obj.size // _LOOKED_AT)].tobytes()
-        return [_value_of(read, f"an element of {name}", WAY)]
+        return [_value_of(functools.partial(bytes_of_array, obj, _LOOKED_AT), f"an element of {name}", WAY)]
     if found := _looks_at_generator(obj, name):
         return found
     if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not _is_users(type(obj))):

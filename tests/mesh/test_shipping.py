@@ -314,6 +314,8 @@ def test_arrays_in_place():
         assert changed(lambda one=one: one, lambda one=one: change(one))
         assert changed(lambda one=one: one, lambda one=one: change(one[-1:]))
         assert not changed(lambda one=one: one, lambda one=one: change(one[2:3]))  # the documented limit
+    texts = np.array(["x" * 2000] * 20)  # large, and of few values
+    assert changed(lambda: texts, lambda: texts.__setitem__(7, "y"))
     mixed = np.array([1, [2]], dtype=object)
     assert changed(lambda: mixed, lambda: mixed.__setitem__(0, 3))
     assert changed(lambda: mixed, lambda: mixed[1].append(3))
