@@ -47,10 +47,15 @@ def travels_by_name(obj: Any) -> bool:
     module = sys.modules.get(obj.__module__ or "")
     if module is None or obj.__module__ in ("__main__", "__mp_main__"):
         return False
+    return named_in(module, obj.__qualname__) is obj
+
+
+def named_in(module: types.ModuleType, name: str) -> Any:
+    """What a module has under a qualified name; None if there is nothing."""
     found: Any = module
-    for name in obj.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is obj
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def reduced(obj: Any) -> tuple[Any, ...] | None:

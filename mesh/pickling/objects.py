@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import operator
 import pickle
 import sys
 from collections.abc import Callable
@@ -50,18 +49,15 @@ def name_in_script(obj: Any) -> str | None:
     """
     if not isinstance(obj, type) or obj.__module__ != "__main__":
         return None
-    try:
-        return obj.__qualname__ if class_of_script(obj.__qualname__) is obj else None
-    except MeshError:
-        return None
+    return obj.__qualname__ if functions.named_in(sys.modules["__main__"], obj.__qualname__) is obj else None
 
 
 def class_of_script(name: str) -> Any:
-    try:
-        return operator.attrgetter(name)(sys.modules["__main__"])
-    except AttributeError:
+    found = functions.named_in(sys.modules["__main__"], name)
+    if found is None:
         remedy = "define it before the ranks communicate, on all of them"
-        raise MeshError(f"the script has no class {name!r} on this rank, as it has on another", remedy=remedy) from None
+        raise MeshError(f"the script has no class {name!r} on this rank, as it has on another", remedy=remedy)
+    return found
 
 
 class _OfValues(Pickler):
@@ -89,7 +85,7 @@ def _of_bytes(
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if data:
         tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return torch.nn.Parameter(tensor, trainable) if is_parameter else tensor.requires_grad_(trainable)
+    return _trained(tensor, trainable, is_parameter)
 
 
 def _reduced(obj: Any) -> Any:
@@ -123,7 +119,10 @@ def _set_attributes(obj: Any, state: tuple[dict[str, Any] | None, dict[str, Any]
 
 
 def _placed(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:
-    tensor = tensor.to(_home)
+    return _trained(tensor.to(_home), trainable, is_parameter)
+
+
+def _trained(tensor: torch.Tensor, trainable: bool, is_parameter: bool) -> torch.Tensor:
     return torch.nn.Parameter(tensor, trainable) if is_parameter else tensor.requires_grad_(trainable)
 
 
