@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels.arguments import check_tensor, is_whole
 from ..kernels.call import labelled
@@ -102,7 +103,9 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
 
 def group(what: str, axis: Axis) -> tuple[tuple[str, ...], Communicator]:
     """The checked names of `axis`, and the communicator of the ranks along it."""
-    break_graph(f"{what} of this value can't be part of a graph (docs/compile.md): call it outside of what is compiled")
+    if is_dynamo_compiling():
+        remedy = "call it outside of what is compiled"
+        break_graph(f"{what} of this value can't be part of a graph (docs/compile.md): {remedy}")
     refuse_recording(what)
     session, axes = check_axis(what, axis)
     return axes, session.comm(axes)

@@ -39,12 +39,11 @@ def untraced(function: Callable) -> Callable:
 
 
 def break_graph(reason: str) -> None:
-    """In what the compiler traces, end the graph; with `fullgraph=True` this is an error, which has the reason.
+    """Where the compiler traces, end the graph; with `fullgraph=True` this is an error, which has the reason.
 
     Public way: none, outside of the compiler's own module.
     """
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break(msg=reason)
+    torch._dynamo.graph_break(msg=reason)
 
 
 def run_as_written(functions: Iterable[Any]) -> None:
