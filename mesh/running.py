@@ -36,6 +36,7 @@ from .remote import answers
 from .remote.caller import Unreached
 from .remote.handle import Remote
 from .remote.node import Node
+from .remote.restoring import ATTEMPTS
 
 REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replaced
 
@@ -258,9 +259,6 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
         raise shorten(error) from error.__cause__
 
 
-DEATHS = 3  # of the rank, while an object that is to be restored is made
-
-
 def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label: str, restore: bool) -> Remote:
     end, deaths = time.monotonic() + REPLACED_SECONDS, 0
     while True:
@@ -269,7 +267,7 @@ def _made(mesh: MeshView, rank: int, args: tuple, kwargs: dict[str, Any], label:
             return node.caller.make(rank, args, kwargs, label, restore=restore)
         except PeerLost as error:
             deaths += error.rank == rank
-            if not restore or error.rank != rank or deaths == DEATHS:
+            if not restore or error.rank != rank or deaths == ATTEMPTS:
                 raise
         except Unreached:  # the rank has died, and will be replaced soon
             if time.monotonic() > end or not mesh.is_driver:

@@ -24,7 +24,7 @@ from .objects import Call, LiveObject
 from .pending import Waiting, duplicate
 from .protocol import LOAD, RESTORABLE, Invoke, Kept, Name, NodeId, Raised, Release, SavedResult, SavedState
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # to make an object, or a call of one, while its rank dies
 PAUSE_SECONDS = 0.02  # between two tries to reach a rank's replacement
 
 
