@@ -20,6 +20,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from counting import Counter
 from fork_server import shared_server
 from host_processes import Changed, arena_held_by, host_process
 from internals import ask_while_ranks_start, silent_hosts_are_lost_after
@@ -418,18 +419,8 @@ class Where:
         return os.getpid()
 
 
-class Count(Where):
-    count = 0
-
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-    def save(self) -> int:
-        return self.count
-
-    def load(self, count: int) -> None:
-        self.count = count
+class Count(Where, Counter):
+    pass
 
 
 def test_a_host_is_lost_and_comes_again(mesh: Mesh, tmp_path: Path) -> None:

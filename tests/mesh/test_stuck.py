@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Counter
 from fork_server import ForkServer
 from host_processes import parent_of
 from internals import let_time_fly, say_what_closing_waits_for_after, wait_for_stacks
@@ -73,22 +74,6 @@ def test_a_stopped_rank_ends_what_waits_for_it(mesh: Mesh, what: str, tmp_path: 
     else:
         os.kill(pid, signal.SIGCONT)
     assert works(mesh)
-
-
-class Counter:
-    """An object on a rank, also for other ranks."""
-
-    count = 0
-
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-    def save(self) -> int:
-        return self.count
-
-    def load(self, count: int) -> None:
-        self.count = count
 
 
 @pytest.mark.parametrize("who", ["driver", "rank"])
