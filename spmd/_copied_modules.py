@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .kernels.errors import SpmdError
 from .kernels.torch_private import is_exported
@@ -57,6 +58,14 @@ def duplicate(skeleton: nn.Module) -> nn.Module:
     Within a transform of `torch.func`, copies of them would be tensors of that transform.
     """
     return copied(skeleton, {id(tensor): tensor for tensor in (*skeleton.parameters(), *skeleton.buffers())})
+
+
+def without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
+    """A copy with the classes from before `register_parametrization`, which generates ones that can't be pickled."""
+    plain = duplicate(skeleton)
+    for submodule in list(plain.modules()):
+        submodule.__class__ = parametrize.type_before_parametrizations(submodule)
+    return plain
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

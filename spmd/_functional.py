@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
-from ._copied_modules import copied, duplicate, skeleton_of
+from ._copied_modules import copied, duplicate, skeleton_of, without_parametrized_classes
 from ._functional_checks import (
     Lent,
     Origin,
@@ -130,9 +130,13 @@ class Apply:
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
-            skeleton = _without_parametrized_classes(self.skeleton)
+            skeleton = without_parametrized_classes(self.skeleton)
             return _load_parametrized, (type(self), skeleton, self._compiled, self._evaluates)
         return type(self), (self.skeleton, self._compiled, self._evaluates)
+
+    def _changing(self) -> list[Any]:
+        """What a function that captures this one is sent again for: not what calls of it leave here."""
+        return [self.skeleton]
 
     @property
     def _evaluates(self) -> bool:
@@ -315,14 +319,6 @@ def _slots_of(
             if tensor is not None:
                 slots[names[id(tensor)]].append((entries, key))
     return slots
-
-
-def _without_parametrized_classes(skeleton: nn.Module) -> nn.Module:
-    """A copy with the classes from before `register_parametrization`, which generates ones that can't be pickled."""
-    plain = duplicate(skeleton)
-    for submodule in list(plain.modules()):
-        submodule.__class__ = parametrize.type_before_parametrizations(submodule)
-    return plain
 
 
 def _load_parametrized(

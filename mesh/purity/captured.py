@@ -23,7 +23,7 @@ from ...kernels.flat import storages
 from ...kernels.torch_private import clipping_functions, version
 from .. import trees
 from ..array import Array
-from ..pickling.references import CONTAINERS, OWN, SCALARS, inside_of, parts_of_data
+from ..pickling.references import CONTAINERS, SCALARS, inside_of, parts_of_data
 from ..region import current
 
 _LOOKED_AT = 4096  # objects at most
@@ -141,13 +141,13 @@ def _tensors(
     """
     depths: dict[int, int] = {}
     held: list[Any] = []  # alive, since ids are unique only among live objects
-    todo: list[tuple[Any, int, bool]] = [(one, 0, False) for one in functions if not isinstance(one, Tensor)]
+    todo: list[tuple[Any, int]] = [(one, 0) for one in functions if not isinstance(one, Tensor)]
     found: dict[int, tuple[Tensor, str, str]] = {}
     arrays: dict[int, Array] = {}
     entries: list[_Entry] = []
     most = _LOOKED_AT  # entries of long containers
     while todo and len(held) < _LOOKED_AT:
-        obj, depth, ours = todo.pop()
+        obj, depth = todo.pop()
         if isinstance(obj, Array):
             arrays[id(obj)] = obj
         if isinstance(obj, (*SCALARS, *whole)) or depths.get(id(obj), depth + 1) <= depth:
@@ -164,12 +164,10 @@ def _tensors(
             kind = "parameter" if isinstance(obj, nn.Parameter) else "tensor"
             found.setdefault(id(obj), (obj, kind, f"a {kind} of shape {list(obj.shape)}"))
         inside = inside_of(obj, depth)
-        # Less deep in the library's own: what `functional` keeps of a module may have caches.
-        ours = type(obj).__module__.startswith(OWN) or (ours and not isinstance(obj, types.FunctionType))
-        todo.extend((part, level + ours, ours) for part, level in inside or ())
-        if inside is None and isinstance(obj, CONTAINERS) and len(obj) <= most and not ours:  # a long or a deep one
+        todo.extend(inside or ())
+        if inside is None and isinstance(obj, CONTAINERS) and len(obj) <= most:  # a long or a deep one
             parts = parts_of_data(obj) or ()
-            todo.extend((part, depth, ours) for part in parts if not isinstance(part, SCALARS))
+            todo.extend((part, depth) for part in parts if not isinstance(part, SCALARS))
             most -= len(parts)
         if inside is not None and not isinstance(obj, (nn.Module, Tensor, type, types.FunctionType)):
             named = obj if isinstance(obj, dict) else getattr(obj, "__dict__", {})

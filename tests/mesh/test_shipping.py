@@ -26,7 +26,7 @@ import torch
 from scripts import run, script
 from torch import nn
 
-from spmd import Mesh, MeshError, SpmdError, functional, put, spmd
+from spmd import Mesh, MeshError, SpmdError, functional, functional_with_buffers, put, spmd
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot
 from spmd.mesh.pickling import references
@@ -349,6 +349,17 @@ def test_handles_are_not_looked_into(shared_mesh):
     holder = shared_mesh({"data": 2}).remote(list, [1], rank=1)
     assert Snapshot(lambda: holder).size < 20
     assert not changed(lambda: holder, lambda: holder.append(2).get())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_made_functional_is_its_skeleton(compiled):
+    """A call of it in the driver, as to see a shape, leaves traces in it, and the step was sent again."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if compiled:
+        module.compile(backend="eager")
+    apply, params, buffers = functional_with_buffers(module)
+    assert not changed(lambda: apply, lambda: apply(params, buffers, torch.ones(3, 2)))
+    assert changed(lambda: apply, lambda: setattr(apply.skeleton[0], "bias", None))
 
 
 def test_objects_that_hide_their_attributes():
