@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from . import trees
 from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
-from .driver.calls import DriverCall
+from .driver.calls import FLAGS, DriverCall, Kind
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
@@ -40,9 +41,6 @@ class HasRefs(Exception):
 
 
 SIGNATURES = 256  # remembered for each program
-# Of calls that differ in numbers and names alone, which may be flags, so many are first calls, and then those after 8,
-# 16, 32 and so on: a program that passes the number of its step must not make first calls only.
-FLAGS = 8
 RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
 
 
@@ -154,13 +152,16 @@ def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Re
     if known is not None and known.shipped is shipped:
         calls.renewals.count = 0
         return known
-    if known is not None or calls.empty:
+    again = known is not None or calls.empty  # what the function captures has changed, or it is another one
+    if again:
         calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
     settled = ready.treedef, ready.plan, ready.moves
     choice = _choice(ready.leaves, ready.plan)
     made: DriverCall | LaunchedCall
     if shipped is not None:
-        made = DriverCall(mesh, session, program, shipped, *settled, choice)
+        kind = calls.renewals.kind_of(shipped.kind, ready.signature)
+        checked = again and kind.is_checked
+        made = DriverCall(mesh, session, program, shipped, *settled, choice, kind, checked=checked)
     elif (alike := calls.planned.get((ready.treedef, ready.plan, choice))) is None:
         made = LaunchedCall(mesh, session, program, *settled, choice)
     else:
@@ -171,9 +172,24 @@ def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Re
 
 @dataclasses.dataclass(slots=True)
 class Renewals:
-    """How many of the last calls of a function's code were first calls, though others came before."""
+    """What is known of the programs that were made of a function's code.
+
+    Attributes:
+        count: how many of the last calls were first calls, though others came before.
+    """
 
     count: int = 0
+    _kinds: dict[tuple[int, int], Kind] = dataclasses.field(default_factory=dict)
+
+    def kind_of(self, program: int, signature: Signature) -> Kind:
+        """The kind of a program's call."""
+        key = program, hash(signature[0])  # which refers to classes
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(next(_kinds))
+            if len(self._kinds) > SIGNATURES:
+                del self._kinds[next(iter(self._kinds))]
+        return kind
 
     def note(self, name: str, *, quiet: bool) -> None:
         """Count a call, and warn if the function was defined anew, or changed in what it captures, for each of many."""
@@ -186,6 +202,7 @@ class Renewals:
             )
 
 
+_kinds = itertools.count()
 # By session and code.
 _renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Renewals]] = weakref.WeakKeyDictionary()
 
@@ -246,7 +263,9 @@ class Calls:
         known = self._known.get(signature)
         if known is call:
             return
-        if isinstance(call, LaunchedCall):
+        if isinstance(call, DriverCall):
+            call.kind.times += known is not None or self.empty
+        else:
             self.planned[call.key] = call
             if len(self.planned) > SIGNATURES:
                 del self.planned[next(iter(self.planned))]

@@ -28,7 +28,7 @@ from .purity.captured import Captured
 from .purity.first_call import FirstCall
 from .purity.writes import Watched
 from .rank.session import RankSession
-from .region import Differing, Region, run_body
+from .region import Noted, Region, run_body
 from .remote.handle import Remote
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked
@@ -95,11 +95,13 @@ class PlannedCall:
 
     Attributes:
         program, tree: keys of the shipped program and of its arguments' structure.
+        kind: a number for the program's code and this signature, whatever the data that the program captures.
     """
 
     program: str
     tree: str
     plan: InputPlan
+    kind: int
 
 
 _MOST_CHOICES = 16
@@ -111,7 +113,7 @@ class CompiledCall:
 
     Args:
         treedef: of (args, kwargs).
-        differing: what such a call has noted on this rank before, see `Region`.
+        noted: what such calls have noted on this rank before.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class CompiledCall:
         program: Program,
         treedef: Any,
         plan: InputPlan,
-        differing: Differing | None = None,
+        noted: Noted | None = None,
     ):
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
@@ -129,10 +131,8 @@ class CompiledCall:
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
         self._results = Results(session, program.name, program.out_specs)
-        self._looked_at = set[Any]()  # see `Region`
-        self._differing = {} if differing is None else differing
-        self._notes_differing = not self._differing
-        self._choices: tuple[set[Any], set[Any]] = set(), set()  # flags and names, and integers, seen so far
+        self._noted = Noted() if noted is None else noted
+        self._notes_differing = not self._noted.differing
         self._whole = (type(mesh), Array, Remote)  # not looked into
         self._captured: Captured  # what the body refers to, as it was before the first call
 
@@ -184,19 +184,18 @@ class CompiledCall:
             self._captured = Captured([self._program.body, *values], self._whole)
             draw_as_eager()
         first = None
-        if is_new and not (again and has_compiler()):  # others run compiled, and checks in eager mode
+        if is_new and not (again and (has_compiler() or self._noted.checked)):  # others run compiled, checks eagerly
             its = self._program.name, self._program.body, local, self._treedef, self._whole, describe_path
             first = FirstCall(*its, copied=not self._session.launched)
         choices = self._new_choices(values) if self._has_values else []
         watched = self._watched(local) if first is not None or (choices and again < 2) else None
         if watched is not None:
-            self._looked_at.clear()
+            self._noted.looked_at.clear()
         region = Region(
             *(self._session, key, self._mesh, self._program.body, self._plan.batch),
             pure=True,
             captured=self._captured.trainable,
-            looked_at=self._looked_at,
-            differing=self._differing,
+            noted=self._noted,
             notes_differing=is_new and self._notes_differing,
             updates=None if first is None else [],
         )
@@ -211,6 +210,7 @@ class CompiledCall:
             known.add(choice)
         if first is not None:
             first.check(region, self._captured, (args, kwargs), result)
+            self._noted.checked = True
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
         donation.settle(values, local, outcome.leaves, self.captured_memory if self._donating else None)
         return outcome
@@ -224,7 +224,7 @@ class CompiledCall:
         numbers = tuple(value for value in values if type(value) is int)
         return [
             (known, choice)
-            for known, choice in zip(self._choices, (names, numbers), strict=True)
+            for known, choice in zip(self._noted.choices, (names, numbers), strict=True)
             if choice and choice not in known and len(known) < _MOST_CHOICES
         ]
 

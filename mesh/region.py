@@ -28,6 +28,31 @@ Differing = dict[Any, list[frozenset[str]]]  # for each leaf the axes, by the di
 
 
 @dataclasses.dataclass(slots=True)
+class Noted:
+    """What calls of one kind have shown on this rank, and later ones need not show again.
+
+    A kind has one code and one signature, whatever the data are that its function captures.
+
+    Attributes:
+        looked_at: what they have checked (`transforms.first_call`).
+        differing: axes along which leaves that gradients were taken by differed at the first of them
+            (`transforms._arguments`).
+        choices: flags and names, and integers, seen so far.
+        checked: one has ended well that was checked as a first call.
+    """
+
+    looked_at: set[Any] = dataclasses.field(default_factory=set)
+    differing: Differing = dataclasses.field(default_factory=dict)
+    choices: tuple[set[Any], set[Any]] = dataclasses.field(default_factory=lambda: (set(), set()))
+    checked: bool = False
+
+    def note_checked(self, what: Any) -> None:
+        """Note what was checked; not without end, since a region may be as long as the run."""
+        if len(self.looked_at) < _MOST_CHECKS:
+            self.looked_at.add(what)
+
+
+@dataclasses.dataclass(slots=True)
 class Region:
     """What the library functions that the running body calls can see.
 
@@ -44,10 +69,8 @@ class Region:
         by_some: the body runs on some ranks only.
         in_gradient: a function is being differentiated.
         within: the operator of torch's one of whose functions is running, "torch.cond" say, at a followed call.
-        looked_at: what calls of this signature have checked, and later ones need not (`transforms.first_call`).
-        differing: axes along which leaves that gradients were taken by differed at this signature's first call
-            (`transforms._arguments`).
-        notes_differing: this is that call, and no such call has been made here before.
+        noted: what calls of its kind have shown.
+        notes_differing: this is the first of them here.
         looks: how many functions this region has offered for such a check so far.
         captured: ids of the tensors that the function refers to besides its arguments and that require gradients.
         updates: the steps of optimizers, at the first call of a signature (`purity.updates`); None at later ones.
@@ -68,8 +91,7 @@ class Region:
     by_some: bool = False
     in_gradient: bool = False
     within: str = ""
-    looked_at: set[Any] = dataclasses.field(default_factory=set)
-    differing: Differing = dataclasses.field(default_factory=dict)
+    noted: Noted = dataclasses.field(default_factory=Noted)
     notes_differing: bool = False
     looks: int = 0
     updates: list[Update] | None = None
@@ -79,11 +101,6 @@ class Region:
     def is_strided(self) -> bool:
         """Whether its batch is a `Loader`'s, which deals the samples to the ranks one by one."""
         return self.key[1:2] == ("batch",)
-
-    def note_checked(self, what: Any) -> None:
-        """Note what was checked; not without end, since a region may be as long as the run."""
-        if len(self.looked_at) < _MOST_CHECKS:
-            self.looked_at.add(what)
 
 
 class _Regions(threading.local):

@@ -582,7 +582,7 @@ def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:
     with mock.patch.object(region, "_MOST_CHECKS", most):
         for _ in range(8 * most):
             take_gradient()
-    return len(region.require("this").looked_at)
+    return len(region.require("this").noted.looked_at)
 
 
 @contextlib.contextmanager

@@ -183,10 +183,10 @@ def _known_to_differ(
     differed at its first one, in all gradients of `f` that were taken there (several in a loop).
     """
     key = (getattr(f, "__code__", type(f)), len(unknown))
-    before = region.differing.get(key)
+    before = region.noted.differing.get(key)
     if region.notes_differing:
         found = [frozenset(over) - frozenset(argument.reduce) for argument in unknown]
-        region.differing[key] = [a & b for a, b in zip(found, before or found, strict=True)]
+        region.noted.differing[key] = [a & b for a, b in zip(found, before or found, strict=True)]
         before = None
     net = active()
     if net is None:

@@ -7,6 +7,7 @@ results if these may have changed in kind; mostly they answer that nothing has c
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,28 @@ from .pending import Handling, Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
+# Of calls that differ in numbers and names alone, which may be flags, or in what their function captures, so many are
+# first calls, and then those after 8, 16, 32 and so on: a program that passes the number of its step must not make
+# first calls only.
+FLAGS = 8
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})  # what any pickle can take to the ranks
+
+
+@dataclasses.dataclass(slots=True)
+class Kind:
+    """Calls of one code and one kind of arguments, whatever the data that the function captures.
+
+    Attributes:
+        times: how many programs of it have ended a call well.
+    """
+
+    number: int
+    times: int = 0
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether calls of it have been first calls often enough: after 8 only the 16th, the 32nd and so on is."""
+        return self.times >= FLAGS and self.times & (self.times - 1) != 0
 
 
 class DriverCall:
@@ -36,6 +58,8 @@ class DriverCall:
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
         values: a hash of the numbers and names among the leaves, which may be flags.
+        kind: of the call.
+        checked: enough calls of this kind, of programs that captured other data, were first calls.
     """
 
     def __init__(
@@ -48,12 +72,15 @@ class DriverCall:
         plan: InputPlan,
         moves: list[tuple[int, Any]],
         values: int,
+        kind: Kind,
+        *,
+        checked: bool,
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
         self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
         self._tree = driver.shipped.ship_treedef(treedef)
-        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan))
+        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, kind.number))
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
         # Virtual shards differ along theirs in any case.
         batch = plan.batch.axis if plan.batch.in_shards else None
@@ -61,13 +88,16 @@ class DriverCall:
         self._follows = self._planned.key, values
         followed = driver.shipped.followed.get(self._follows)
         self._followed, self._again = self._axes <= (followed or frozenset()), 0 if followed is None else 2
+        self.kind, self._earlier = kind, kind.times if checked else 0
+        if checked:
+            self._followed, self._again = True, 2
         self._begin()
 
     def _begin(self) -> None:
         # The ranks' descriptions of the results, and what was put together from them. One attribute, since several
         # threads may wait for calls.
         self._found: tuple[list[bytes], agreement.Assembled] | None = None
-        self._count = 0
+        self._count = self._earlier
         # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
         self._expected: agreement.Assembled | None = None
 

@@ -33,12 +33,13 @@ class Shipped:
 
     Attributes:
         last_results: for the plan of a call: rank -> its last description of the results; shared by all with this key.
+        kind: of a function, see `Snapshot`.
     """
 
-    __slots__ = ("__weakref__", "key", "last_results")
+    __slots__ = ("__weakref__", "key", "kind", "last_results")
 
     def __init__(self, key: str, last_results: dict[int, bytes]):
-        self.key, self.last_results = key, last_results
+        self.key, self.last_results, self.kind = key, last_results, 0
 
 
 # What to do about one that can't be pickled.
@@ -147,6 +148,7 @@ class ShippedObjects:
                 where=self._session.describe(),
                 remedy=remedy,
             ) from None
+        shipped.kind = found.kind
         if holder is not None:
             self._functions[holder] = (found, shipped)
         return shipped

@@ -19,6 +19,7 @@ import dataclasses
 import linecache
 import marshal
 import operator
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -59,6 +60,7 @@ class Snapshot:
 
     Attributes:
         size: how many values it has looked at.
+        kind: a hash of the code and the classes among them, whatever the data are.
     """
 
     def __init__(self, function: Any, whole: tuple[type, ...] = ()):
@@ -95,6 +97,7 @@ class Snapshot:
                 found += parts
                 depths += [level] * len(parts)
         self.size = len(found)
+        self.kind = hash(frozenset(map(_kind_of, found)))
         self._compared(found, into)
 
     def _compared(self, found: list[Any], into: set[int]) -> None:
@@ -140,6 +143,13 @@ class Snapshot:
             and all(map(operator.is_, self._objects, self._same(found)[2:]))
             and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
         )
+
+
+def _kind_of(obj: Any) -> Any:
+    if isinstance(obj, types.FunctionType | types.CodeType):
+        return getattr(obj, "__code__", obj)
+    cls = obj if isinstance(obj, type) else type(obj)
+    return cls.__module__, cls.__qualname__
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -19,7 +19,7 @@ from ..hosts.copier import Copier
 from ..pickling.reloading import LoadedModules
 from ..program import CompiledCall, PlannedCall, Program
 from ..protocol import ALL, Spans, each_span
-from ..region import Differing
+from ..region import Noted
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import REPLICATED, P
@@ -28,7 +28,7 @@ from .lasting_values import KnownLayout, LastingValues
 from .local_values import LocalValues
 from .session import RankSession
 
-_REMEMBERED = 4096  # calls of dropped functions
+_REMEMBERED = 4096  # kinds of calls
 
 
 class _Kept:
@@ -202,7 +202,7 @@ class RankState:
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
-        self._differing: dict[str, Differing] = {}  # of calls by key, also of functions that were dropped
+        self._noted: dict[int, Noted] = {}  # by kind of call, also of functions that were dropped
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
         # By reader: the description of its last batch, and since which task that has not changed.
         self._last_described: dict[str, tuple[bytes, int]] = {}
@@ -223,7 +223,7 @@ class RankState:
 
     def reload(self, names: Iterable[str]) -> list[str]:
         """Load modules again, see `LoadedModules`; what calls have noted was of the old code."""
-        self._differing.clear()
+        self._noted.clear()
         return self.modules.reload(names)
 
     def set_path(self, path: Sequence[str]) -> None:
@@ -243,10 +243,10 @@ class RankState:
             planned: PlannedCall = self.shipped(key)
             program: Program = self.shipped(planned.program)
             tree = self.shipped(planned.tree)
-            differing = self._differing.setdefault(key, {})
-            if len(self._differing) > _REMEMBERED:
-                self._differing.pop(next(iter(self._differing)))
-            call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, differing)
+            noted = self._noted.setdefault(planned.kind, Noted())
+            if len(self._noted) > _REMEMBERED:
+                self._noted.pop(next(iter(self._noted)))
+            call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, noted)
             self._calls[key] = call
         return call
 
@@ -271,8 +271,6 @@ class RankState:
         for key in keys:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
-            if not any(map(any, self._differing.get(key, {}).values())):  # else the function may be made anew
-                self._differing.pop(key, None)
             self._described.pop(key, None)
             self._last_described.pop(key, None)
 

@@ -27,7 +27,7 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
     if region is not None:
         region.looks += 1
         key = (_NODE, getattr(call.function, "__code__", call.function), call.nested, region.looks, graphs)
-        if key in region.looked_at:
+        if key in region.noted.looked_at:
             return
     if any(type(node).__name__ == _NODE for node in nodes(value.grad_fn)):
         raise SpecError(
@@ -38,4 +38,4 @@ def check_differentiated_once(call: Call, value: Tensor) -> None:
             "detach() the gradient if it is to be a constant",
         )
     if region is not None:
-        region.note_checked(key)
+        region.noted.note_checked(key)

@@ -37,6 +37,7 @@ _SIGNATURES = 8  # how many signatures of a function are judged; every batch may
 _ALIKE = 64  # and how many of functions with the same code, which may be defined anew for each call
 _judged: collections.Counter[Any] = collections.Counter()  # by code
 # By the body of a region, so that what only the captured values distinguish is judged, too.
+_structures: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _judged_in: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -57,7 +58,7 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
     """
     if call.region is None:
         return
-    looked_at = call.region.looked_at if call.region.pure else _looked_at
+    looked_at = call.region.noted.looked_at if call.region.pure else _looked_at
     sizes = call.region.session.layout.axes
     split = {name for name in call.plan.samples if name in call.over and _is_split(call, name, sizes[name])}
     shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in aux.leaves)
@@ -68,7 +69,7 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
         call.region.looks += 1
         # Which arguments are cut follows from the signature of the call, so it is determined once.
         lookup = (call.region.looks, *key, shapes)
-        if lookup in call.region.looked_at and not hooked:
+        if lookup in call.region.noted.looked_at and not hooked:
             return
         batch, split = _cut_by_specs(call, sizes)
     rows = batch[0].shape[0] if batch and (split or not call.nested) else 0
@@ -78,7 +79,7 @@ def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, commu
     if hooked and not call.nested and with_hooks not in looked_at and _look_at_hooks(call, split):
         looked_at.add(with_hooks)
     if key in looked_at:
-        call.region.note_checked(lookup)
+        call.region.noted.note_checked(lookup)
         return
     was_warned, is_judged = _look_at_given(call, out, split, rows), False
     if split and rows and not communicates:
@@ -165,12 +166,21 @@ def _words(held: Iterable[Any], depth: int) -> Iterator[Any]:
         elif kind == "function":
             yield _code(one, depth - 1) if depth else getattr(one, "__code__", None)
         elif kind == "module":
-            yield id(one), _word(vars(one).get("reduction"))
+            yield _structure_of(one), _word(vars(one).get("reduction"))
         elif kind == "holder" and depth:
             yield from _words(vars(one).values(), 0)
         elif kind == "reduction":
             with contextlib.suppress(Exception):  # a property, which may raise anything
                 yield _word(one.reduction)
+
+
+def _structure_of(module: nn.Module) -> int:
+    """A hash of a module's parts and shapes: the same for a module that was sent again with what captures it."""
+    known = _structures.get(module)
+    if known is None:
+        parts = [(type(one).__qualname__, _word(vars(one).get("reduction"))) for one in module.modules()]
+        known = _structures[module] = hash((*parts, *(tensor.shape for tensor in module.parameters())))
+    return known
 
 
 def _word(value: Any) -> str | None:
