@@ -8,28 +8,25 @@ signatures mean equal structure, shapes, dtypes and specs of the arguments.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import itertools
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..kernels.callsite import warn
 from . import trees
 from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
-from .driver.calls import FLAGS, DriverCall, Kind
+from .driver.calls import DriverCall
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
 from .put import as_tensor, put_on
 from .rank import counted
 from .remote.reference import Ref
+from .replication.first_calls import Kind, Renewals, enough, renewals_of
 from .replication.values import flag_in
 from .request import Request, Span, donate, spans_of
 
@@ -41,7 +38,6 @@ class HasRefs(Exception):
 
 
 SIGNATURES = 256  # remembered for each program
-RENEWED = 200  # first calls in a row of one function of the program's text; a suite of tests may make some
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ def call(
     if calls is None:
         calls = session.calls[callee.holder] = Calls()
         if callee.check != "never":  # as with torch's functions on Arrays
-            calls.renewals = _renewals_of(session, callee.source)
+            calls.renewals = renewals_of(session, callee.source)
     leaves, treedef = flat or calls.flatten(tree)
     ready = _ready(mesh, callee, calls, tree, leaves, treedef, settings)
     deal, spans, name = ready.deal, ready.spans, callee.program.name
@@ -95,10 +91,11 @@ def call(
     key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
     given = spans if callee.donates else ()
     try:
-        compiled = _compiled(mesh, session, callee, calls, ready)
+        compiled, held = _compiled(mesh, session, callee, calls, ready)
+        inputs = (ready.leaves, spans) if not held else _with_held(ready.leaves, spans, held)
         if mesh.is_driver:  # before it is sent: another thread's call that reads them would come too late
             donate(given, ready.plan, name)
-        results = compiled(ready.leaves, spans, key, this, check=callee.check)
+        results = compiled(*inputs, key, this, check=callee.check)
     except BaseException:
         session.run_state.fail_call(this)
         raise
@@ -145,73 +142,41 @@ def _ready(
     return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known.sized, known)
 
 
-def _compiled(mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Ready) -> DriverCall | LaunchedCall:
-    """The compiled call for these arguments: made, if there is none of the program as the ranks have it."""
+def _with_held(leaves: list[Any], spans: Sequence[Span], held: list[Array]) -> tuple[list[Any], list[Span]]:
+    """The arguments, and after them the Arrays that the function captures; None for those that were donated."""
+    readable = [array if array.donated_to is None else None for array in held]
+    return [*leaves, *readable], [*spans, *(span._replace(at=span.at + len(leaves)) for span in spans_of(readable))]
+
+
+def _compiled(
+    mesh: Mesh, session: Any, callee: Callee, calls: Calls, ready: _Ready
+) -> tuple[DriverCall | LaunchedCall, list[Array]]:
+    """The compiled call for these arguments: made, if there is none of the program as the ranks have it.
+
+    With the Arrays that the function captures.
+    """
     program, known = callee.program, ready.known
-    shipped = session.shipped.ship_program(callee.source, program, callee.holder) if mesh.is_driver else None
+    shipped, held = None, list[Array]()
+    if mesh.is_driver:
+        shipped, held = session.shipped.ship_program(callee.source, program, callee.holder)
     if known is not None and known.shipped is shipped:
         calls.renewals.count = 0
-        return known
-    again = known is not None or calls.empty  # what the function captures has changed, or it is another one
-    if again:
+        return known, held
+    if known is not None or calls.empty:
         calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
     settled = ready.treedef, ready.plan, ready.moves
     choice = _choice(ready.leaves, ready.plan)
     made: DriverCall | LaunchedCall
     if shipped is not None:
-        kind = calls.renewals.kind_of(shipped.kind, ready.signature)
-        checked = again and kind.is_checked
+        kind = calls.kind_of(shipped.kind, ready.signature)
+        checked = known is not None and enough(kind.times)
         made = DriverCall(mesh, session, program, shipped, *settled, choice, kind, checked=checked)
     elif (alike := calls.planned.get((ready.treedef, ready.plan, choice))) is None:
         made = LaunchedCall(mesh, session, program, *settled, choice)
     else:
         made = alike.for_other_shapes(ready.moves)
     made.sized = ready.sized
-    return made
-
-
-@dataclasses.dataclass(slots=True)
-class Renewals:
-    """What is known of the programs that were made of a function's code.
-
-    Attributes:
-        count: how many of the last calls were first calls, though others came before.
-    """
-
-    count: int = 0
-    _kinds: dict[tuple[int, int], Kind] = dataclasses.field(default_factory=dict)
-
-    def kind_of(self, program: int, signature: Signature) -> Kind:
-        """The kind of a program's call."""
-        key = program, hash(signature[0])  # which refers to classes
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = Kind(next(_kinds))
-            if len(self._kinds) > SIGNATURES:
-                del self._kinds[next(iter(self._kinds))]
-        return kind
-
-    def note(self, name: str, *, quiet: bool) -> None:
-        """Count a call, and warn if the function was defined anew, or changed in what it captures, for each of many."""
-        self.count += 1
-        if self.count == RENEWED and not quiet:
-            warn(
-                f"each of the last {RENEWED} calls of {name} was a first call, with all its checks, which takes "
-                "several times as long: it was defined anew for each of them, or what it captures had changed",
-                remedy="define it once, before the loop, and pass what changes as an argument",
-            )
-
-
-_kinds = itertools.count()
-# By session and code.
-_renewals: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Renewals]] = weakref.WeakKeyDictionary()
-
-
-def _renewals_of(session: Any, source: Any) -> Renewals:
-    code = getattr(inspect.unwrap(source), "__code__", None) if callable(source) else None
-    if code is None:
-        return Renewals()
-    return _renewals.setdefault(session, weakref.WeakKeyDictionary()).setdefault(code, Renewals())
+    return made, held
 
 
 class Calls:
@@ -230,6 +195,7 @@ class Calls:
         self.planned: dict[Any, LaunchedCall] = {}
         self.lengths: list[int] = []
         self.renewals = Renewals()
+        self._kinds: dict[tuple[int, tuple], Kind] = {}
         self._structure: trees.Structure | None = None  # of arguments alike twice in a row
         self._treedef: Any = None  # of the last arguments that did not match `_structure`
 
@@ -250,12 +216,19 @@ class Calls:
         """Whether no call has ended well."""
         return not self._known
 
+    def kind_of(self, program: int, signature: Signature) -> Kind:
+        """The kind of a call; `program` is a hash of the code and classes of its program."""
+        kind = self._kinds.setdefault((program, signature[0]), Kind())
+        if len(self._kinds) > SIGNATURES:
+            del self._kinds[next(iter(self._kinds))]
+        return kind
+
     def find(self, signature: Signature) -> DriverCall | LaunchedCall | None:
         """The call of a signature, perhaps made from one that had other numbers or names."""
         known = self._known.get(signature)
         if known is None:
             count, alike = self._alike.get(signature[0], (0, None))
-            if count >= FLAGS and count & (count - 1) and alike is not None:
+            if enough(count) and alike is not None:
                 return alike.for_other_values()
         return known
 
@@ -263,14 +236,14 @@ class Calls:
         known = self._known.get(signature)
         if known is call:
             return
+        kinds = signature[0]
+        count = self._alike.get(kinds, (0, None))[0]
         if isinstance(call, DriverCall):
-            call.kind.times += known is not None or self.empty
+            call.kind.times += known is not None or not count
         else:
             self.planned[call.key] = call
             if len(self.planned) > SIGNATURES:
                 del self.planned[next(iter(self.planned))]
-        kinds = signature[0]
-        count = self._alike.get(kinds, (0, None))[0]
         if known is None and len(self._known) >= SIGNATURES:
             del self._known[next(iter(self._known))]
         if not count and len(self._alike) >= SIGNATURES:

@@ -27,6 +27,7 @@ from .batch import BatchSplit
 from .purity.captured import Captured
 from .purity.first_call import FirstCall
 from .purity.writes import Watched
+from .rank.held import HeldArrays
 from .rank.session import RankSession
 from .region import Noted, Region, run_body
 from .remote.handle import Remote
@@ -95,13 +96,13 @@ class PlannedCall:
 
     Attributes:
         program, tree: keys of the shipped program and of its arguments' structure.
-        kind: a number for the program's code and this signature, whatever the data that the program captures.
+        first: the key of the first such plan for the same function, if it captured other data then.
     """
 
     program: str
     tree: str
     plan: InputPlan
-    kind: int
+    first: str | None = None
 
 
 _MOST_CHOICES = 16
@@ -114,6 +115,7 @@ class CompiledCall:
     Args:
         treedef: of (args, kwargs).
         noted: what such calls have noted on this rank before.
+        held: the Arrays that the program captures, whose values come with each call.
     """
 
     def __init__(
@@ -124,9 +126,11 @@ class CompiledCall:
         treedef: Any,
         plan: InputPlan,
         noted: Noted | None = None,
+        held: HeldArrays | None = None,
     ):
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
+        self._held, self._arrays = held, sum(leaf.kind == "array" for leaf in plan.leaves)
         self._has_values = any(leaf.kind == "value" for leaf in plan.leaves)
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
@@ -151,6 +155,13 @@ class CompiledCall:
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
         self._results.forget()
+
+    def arguments(self, tensors: list[Any], specs: list[P]) -> tuple[list[Any], list[P]]:
+        """Of a call's values the arguments; the others are bound to the Arrays that the program captures."""
+        if self._held:
+            self._held.bind(tensors[self._arrays :], specs[self._arrays :])
+            return tensors[: self._arrays], specs[: self._arrays]
+        return tensors, specs
 
     def together(self, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """All leaves in order, merged from those on the mesh and the others."""
@@ -178,11 +189,11 @@ class CompiledCall:
         entered = versions(tensors := [x for x in local if isinstance(x, torch.Tensor)])
         for tensor, count in zip(tensors, entered, strict=True):
             tensor._spmd_version = count  # type: ignore[attr-defined]  # what `mark` does, for all at once
-        net = _net_over(self._session, self._treedef, local) if check is Check.TYPES else None
         args, kwargs = trees.unflatten(self._treedef, local)
         if is_new := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
             draw_as_eager()
+        net = self._net_over(local) if check is Check.TYPES else None
         first = None
         if is_new and not (again and (has_compiler() or self._noted.checked)):  # others run compiled, checks eagerly
             its = self._program.name, self._program.body, local, self._treedef, self._whole, describe_path
@@ -314,17 +325,17 @@ class CompiledCall:
         problem = f"{self._program.name} changed its input {self._called(index)} in place"
         raise SpecError(problem, where=self._session.where(), remedy=self._program.instead)
 
-
-def _net_over(session: RankSession, treedef: Any, local: list[Any]) -> Net:
-    """A net that knows along which axes each argument is cut."""
-    net, known = Net(session.layout.axes), []
-    for index, value in enumerate(local):
-        if isinstance(value, torch.Tensor):
-            axes = net.axes & (marked(value) or frozenset())
-            origin = describe_path(path_in(treedef, index)) if axes else ""
-            known.append((value, Varying(dict.fromkeys(axes, origin))))
-    net.enter(known)
-    return net
+    def _net_over(self, local: list[Any]) -> Net:
+        """A net that knows along which axes each argument is cut, and each Array that the body captures."""
+        net, known = Net(self._session.layout.axes), []
+        for index, value in enumerate(local):
+            if isinstance(value, torch.Tensor):
+                axes = net.axes & (marked(value) or frozenset())
+                known.append((value, Varying(dict.fromkeys(axes, self._called(index) if axes else ""))))
+        for shard, spec in self._captured.shards():
+            known.append((shard, Varying(dict.fromkeys(net.axes & spec.axes, "an Array that it captures"))))
+        net.enter(known)
+        return net
 
 
 def describe_path(path: str) -> str:

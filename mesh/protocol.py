@@ -133,7 +133,8 @@ class CallProgram(Task):
         check: how thoroughly to check what should be the same on several ranks, a `replication.values.Check`.
         again: 2 if such a call has succeeded before, perhaps on ranks that these have replaced; 1 if that had other
             numbers and names; else 0.
-        arrays: the arguments that are on the ranks.
+        arrays: the arguments that are on the ranks, and then the Arrays that the program captures, by the numbers that
+            they have in it; zeros stand for one that was donated before.
         values: the others, in order; None: they are the content.
     """
 

@@ -26,8 +26,8 @@ from .driver.mesh_view import MeshView
 from .driver.pending import WAITED_FOR, Handling
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
-from .driver.snapshot import typed_sources
 from .launch import launched
+from .pickling.beside import typed_sources
 from .pickling.objects import class_of_script, name_in_script
 from .pickling.unpicklable import sending_result
 from .rank import counted

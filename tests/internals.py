@@ -570,9 +570,9 @@ def end_of_program() -> None:
 
 def tell_renewals_after(monkeypatch: Any, times: int) -> None:
     """Warn of a function that is defined anew after so many calls."""
-    from spmd.mesh import calling
+    from spmd.mesh.replication import first_calls
 
-    monkeypatch.setattr(calling, "RENEWED", times)
+    monkeypatch.setattr(first_calls, "RENEWED", times)
 
 
 def checks_remembered(take_gradient: Callable[[], Any], most: int) -> int:

@@ -7,7 +7,6 @@ results if these may have changed in kind; mostly they answer that nothing has c
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from ...kernels.errors import SpecError
 from .. import agreement, protocol, trees
 from ..array import Meta
 from ..program import InputPlan, PlannedCall, Program, describe_path
+from ..replication.first_calls import Kind
 from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
@@ -26,28 +26,7 @@ from .pending import Handling, Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
-# Of calls that differ in numbers and names alone, which may be flags, or in what their function captures, so many are
-# first calls, and then those after 8, 16, 32 and so on: a program that passes the number of its step must not make
-# first calls only.
-FLAGS = 8
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})  # what any pickle can take to the ranks
-
-
-@dataclasses.dataclass(slots=True)
-class Kind:
-    """Calls of one code and one kind of arguments, whatever the data that the function captures.
-
-    Attributes:
-        times: how many programs of it have ended a call well.
-    """
-
-    number: int
-    times: int = 0
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether calls of it have been first calls often enough: after 8 only the 16th, the 32nd and so on is."""
-        return self.times >= FLAGS and self.times & (self.times - 1) != 0
 
 
 class DriverCall:
@@ -59,7 +38,7 @@ class DriverCall:
         moves: the indices of Arrays that must get another spec before each call, with that spec.
         values: a hash of the numbers and names among the leaves, which may be flags.
         kind: of the call.
-        checked: enough calls of this kind, of programs that captured other data, were first calls.
+        checked: enough calls of this kind were first calls, when the function captured other data.
     """
 
     def __init__(
@@ -80,7 +59,8 @@ class DriverCall:
         self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
         self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
         self._tree = driver.shipped.ship_treedef(treedef)
-        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, kind.number))
+        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, kind.first))
+        kind.first = kind.first or self._planned.key
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
         # Virtual shards differ along theirs in any case.
         batch = plan.batch.axis if plan.batch.in_shards else None
@@ -172,7 +152,10 @@ class DriverCall:
         others: list[Any] = []
         for span in spans:
             if span.source is None:
-                others.append(leaves[span.at])
+                if span.at < self._treedef.num_leaves:
+                    others.append(leaves[span.at])
+                else:  # a captured Array that was donated
+                    names += (0, 0, 0)
                 continue
             span.source.check(self._driver)
             names += (span.source.number, span.start, span.stop)
@@ -183,6 +166,8 @@ class DriverCall:
 
     def path_of(self, index: int) -> str:
         """What a leaf of the arguments is called."""
+        if index >= self._treedef.num_leaves:
+            return f"an Array that {self._name} captures"
         return f"{describe_path(trees.places(self._treedef)[index])} of {self._name}"
 
     def _lacking(self, spans: Sequence[Span]) -> list[tuple[CallValues, int, str]]:

@@ -11,13 +11,15 @@ import sys
 import types
 import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ...kernels.callsite import warn
 from ...kernels.errors import MeshError, add_note
 from ...kernels.interrupts import uninterrupted
 from .. import protocol, trees, wire
+from ..array import Array
+from ..pickling import beside
 from ..pickling.reloading import LoadedModules
 from ..pickling.unpicklable import unpicklable_part
 from . import snapshot
@@ -78,10 +80,15 @@ class ShippedObjects:
         self.modules = LoadedModules()
         self.modules.notice()
 
-    def ship(self, obj: Any, function: Any = None) -> Shipped:
-        """Send an object to all ranks unless they have it; `function` is what it was made from, if anything."""
+    def ship(self, obj: Any, function: Any = None, held: Sequence[Array] = ()) -> Shipped:
+        """Send an object to all ranks unless they have it.
+
+        Args:
+            function: what it was made from, if anything.
+            held: Arrays in it whose values are passed with each call.
+        """
         names: list[Any] = []
-        packet = self._session.dumps(obj, names)
+        packet = self._session.dumps(obj, names, held=held)
         if any(name[0] == "ref" for name in names):
             packet.close()
             raise MeshError(
@@ -93,7 +100,7 @@ class ShippedObjects:
         with self._session.lock:
             if not self.has(key):
                 self._session.ready()
-                if packet.nbytes > LARGE and (what := snapshot.largest_part(function)):
+                if packet.nbytes > LARGE and (what := beside.largest_part(function)):
                     warn(f"{what} is sent to every rank: put() it once and pass it, or read it on the ranks")
             with uninterrupted():  # what is noted here as sent must have been sent
                 if self.has(key):
@@ -120,24 +127,30 @@ class ShippedObjects:
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
         self.follow_reloads()
-        return self.ship_program(function, function, function)
+        return self._ship(function, function, function, holds=False)[0]
 
-    def ship_program(self, function: Any, obj: Any, holder: Any) -> Shipped:
-        """As `ship_function`, for a program `obj` made from a function.
+    def ship_program(self, function: Any, obj: Any, holder: Any) -> tuple[Shipped, list[Array]]:
+        """As `ship_function`, for a program `obj` made from a function; with the Arrays to be passed with each call.
 
         Args:
             holder: lives as long as the program is worth keeping on the ranks.
         """
+        return self._ship(function, obj, holder, holds=True)
+
+    def _ship(self, function: Any, obj: Any, holder: Any, *, holds: bool) -> tuple[Shipped, list[Array]]:
         try:
             known = self._functions.get(holder)
         except TypeError:  # it can't be hashed, or not be referred to weakly
             known, holder = None, None
-        if known is not None and self.has(known[1].key) and known[0].unchanged(function):
-            return known[1]
-        found = snapshot.Snapshot(function, self._whole)
+        if known is not None and self.has(known[1].key):
+            held = known[0].arrays(function)
+            if held is not None and all(array.mesh is self._session.mesh for array in held):
+                return known[1], held
+        found = snapshot.Snapshot(function, self._whole, exchanges=holds)
+        held = found.arrays(function) or []
         self._prepare(function)
         try:
-            shipped = self.ship(obj, function)
+            shipped = self.ship(obj, function, held)
         except wire.Unsendable as error:
             part = unpicklable_part(function, self._whole)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
@@ -151,7 +164,7 @@ class ShippedObjects:
         shipped.kind = found.kind
         if holder is not None:
             self._functions[holder] = (found, shipped)
-        return shipped
+        return shipped, held
 
     def ship_treedef(self, treedef: Any) -> Shipped:
         shipped = self._treedefs.get(treedef)
@@ -168,7 +181,7 @@ class ShippedObjects:
     def _prepare(self, function: Any) -> None:
         """Send the ranks what they need besides the function: the module path, and source lines for tracebacks."""
         self.modules.notice()
-        sources = snapshot.typed_sources(function)
+        sources = beside.typed_sources(function)
         self._session.ready()
         with self._session.lock, uninterrupted():
             if self._path != sys.path:

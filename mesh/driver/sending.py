@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,25 @@ def content(session: Session, obj: Any, parts: Callable[[], Iterable[tuple[str, 
 
 
 def dumps(
-    values: Values, obj: Any, names: list[Any] | None, allocate: Callable[[int], memoryview] | None
+    values: Values,
+    obj: Any,
+    names: list[Any] | None,
+    *,
+    allocate: Callable[[int], memoryview] | None = None,
+    held: Sequence[Array] = (),
 ) -> wire.Packet:
     """Pickle for the ranks; raises `Unsendable`, or the error of a value in it.
 
     Args:
         names: a list to which the names used in the pickle are added.
         allocate: see `wire.dumps`.
+        held: Arrays whose values are passed with each call.
     """
-
+    numbers = {id(array): number for number, array in enumerate(held)}
     names = [] if names is None else names
 
     def name_of(one: Any) -> Any:
-        name = _name_of(values, one)
+        name = _name_of(values, one, numbers)
         if name is not None:
             names.append(name)
         return name
@@ -66,7 +72,7 @@ def dumps(
     return packet
 
 
-def _name_of(values: Values, obj: Any) -> Any:
+def _name_of(values: Values, obj: Any, held: Mapping[int, int]) -> Any:
     """The name under which an object is sent; None if the object itself is sent."""
     session, mesh = values.session, values.session.mesh
     if isinstance(obj, Remote | Ref):
@@ -82,6 +88,8 @@ def _name_of(values: Values, obj: Any) -> Any:
                 remedy="move it with put(array.full(), mesh=...)",
             )
         source.check(session)
+        if id(obj) in held:
+            return ("held", held[id(obj)], tuple(obj.hint().shape), source.number, obj._index)
         source.restore(obj._index)
         source.named[obj._index] = weakref.ref(obj)
         return ("array", source.number, obj._index, tuple(source.meta(obj._index).shape))

@@ -139,11 +139,9 @@ class DriverSession(Owned):
         """A place for the values of a call that is about to be sent."""
         return self.values.of_call(next(self.numbers))
 
-    def dumps(
-        self, obj: Any, names: list[Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
-    ) -> wire.Packet:
+    def dumps(self, obj: Any, names: list[Any] | None = None, **how: Any) -> wire.Packet:
         """See `sending.dumps`."""
-        return sending.dumps(self.values, obj, names, allocate)
+        return sending.dumps(self.values, obj, names, **how)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ import array
 import collections
 import ctypes
 import dataclasses
-import linecache
 import marshal
 import operator
 import types
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
+from ..array import Array
 from ..pickling.references import (
     CONTAINERS,
     DEPTH,
@@ -35,12 +35,11 @@ from ..pickling.references import (
     SCALARS,
     Reader,
     bytes_of_array,
-    functions_of,
     parts_of_data,
     plain_state_of,
     readers_of,
-    used_by,
 )
+from ..spec import RAGGED
 
 _LOOKED_AT = 4096  # values at most
 _MARSHALLED = (dict, list, tuple, set, *SCALARS)
@@ -57,13 +56,15 @@ class Snapshot:
 
     Args:
         whole: types whose instances are not looked into.
+        exchanges: whether Arrays may be exchanged for others of the same shape, dtype and spec: they are passed with
+            each call.
 
     Attributes:
         size: how many values it has looked at.
-        kind: a hash of the code and the classes among them, whatever the data are.
+        kind: a hash of the code, the classes and the kinds of Arrays among them, whatever the data are.
     """
 
-    def __init__(self, function: Any, whole: tuple[type, ...] = ()):
+    def __init__(self, function: Any, whole: tuple[type, ...] = (), *, exchanges: bool = False):
         # Where to read: the index of an object found so far, its type, how to read it, and how many parts that gives.
         self._reads: list[tuple[int, weakref.ref[type], Reader, int]] = []
         # Containers that were found again: their index, and the index where they were read.
@@ -97,11 +98,15 @@ class Snapshot:
                 found += parts
                 depths += [level] * len(parts)
         self.size = len(found)
-        self.kind = hash(frozenset(map(_kind_of, found)))
-        self._compared(found, into)
+        # Where Arrays were found that may be exchanged, each with a number, and the hint of each number.
+        self._arrays: list[tuple[int, int]] = []
+        self._hints: list[Any] = []
+        self._compared(found, into, exchanges)
+        self.kind = hash((frozenset(map(_kind_of, found)), *self._hints))
 
-    def _compared(self, found: list[Any], into: set[int]) -> None:
+    def _compared(self, found: list[Any], into: set[int], exchanges: bool) -> None:
         """Keep what is needed to compare what was found: references, values or identities."""
+        numbers: dict[int, int] = {}
         referred: list[int] = []
         equal: list[int] = []
         same: list[int] = []
@@ -109,6 +114,11 @@ class Snapshot:
         for at, obj in enumerate(found):
             if isinstance(obj, SCALARS):
                 equal.append(at)
+            elif exchanges and type(obj) is Array and _is_exchanged(obj):
+                number = numbers.setdefault(id(obj), len(numbers))
+                self._arrays.append((at, number))
+                if number == len(self._hints):
+                    self._hints.append(obj.hint())
             elif at not in into:
                 try:
                     self._references.append(weakref.ref(obj))
@@ -124,16 +134,35 @@ class Snapshot:
         self._signed = [at for at, one in enumerate(self._values) if isinstance(one, float | complex) and not one]
 
     def unchanged(self, function: Any) -> bool:
-        """Whether everything is as it was."""
+        """Whether everything is as it was, but for Arrays that may be exchanged."""
+        return self.arrays(function) is not None
+
+    def arrays(self, function: Any) -> list[Array] | None:
+        """If everything else is as it was, the Arrays that may be exchanged as they are now, by number."""
         found = [function]
         for at, kind, read, count in self._reads:
             obj = found[at]
             if type(obj) is not kind():
-                return False
+                return None
             parts = read(obj)
             if len(parts) != count:
-                return False
+                return None
             found += parts
+        if not self._is_as_before(found):
+            return None
+        arrays: list[Array] = []
+        for at, number in self._arrays:
+            array = found[at]
+            if number < len(arrays):
+                alike = array is arrays[number]
+            else:
+                alike = type(array) is Array and _is_exchanged(array) and array.hint() == self._hints[number]
+                arrays.append(array)
+            if not alike:
+                return None
+        return arrays
+
+    def _is_as_before(self, found: list[Any]) -> bool:
         values = self._equal(found)[2:]
         return (
             tuple(map(type, values)) == self._types
@@ -143,6 +172,12 @@ class Snapshot:
             and all(map(operator.is_, self._objects, self._same(found)[2:]))
             and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
         )
+
+
+def _is_exchanged(array: Array) -> bool:
+    """Whether ranks can know its part of a value from the shape: it is no batch, and is cut evenly."""
+    about = array.hint()
+    return array.deal is None and about.shards is None and RAGGED not in about.shape
 
 
 def _kind_of(obj: Any) -> Any:
@@ -277,41 +312,3 @@ def _state_of(module: Any) -> list[Any]:
     which = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
     training = bytes(one.training for one in modules)
     return [*map(weakref.ref, modules), *which, training, _changes_of(there)]
-
-
-# -- what goes with a function -----------------------------------------------------------------------------------------
-
-
-def typed_sources(function: Any) -> dict[str, list[str]]:
-    """Source lines of functions that come from no file (a REPL, a notebook), for tracebacks on the ranks."""
-    sources: dict[str, list[str]] = {}
-    for one in functions_of(function):
-        entry = linecache.cache.get(one.__code__.co_filename)
-        if entry is not None and len(entry) == 4 and entry[1] is None:
-            sources[one.__code__.co_filename] = list(entry[2])
-    return sources
-
-
-def remember_sources(sources: dict[str, list[str]]) -> None:
-    """Keep such source lines on a rank, for tracebacks."""
-    for name, lines in sources.items():
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-
-
-def largest_part(function: Any) -> str:
-    """The largest object that travels with a function, by name and size; empty if no tensor or array does."""
-    sizes = [
-        (_bytes_of(value), f"{name!r}, used in {one.__qualname__}")
-        for one in functions_of(function)
-        for name, value in used_by(one).items()
-    ]
-    nbytes, what = max(sizes, default=(0, ""))
-    return f"{what} ({nbytes / 1e6:.0f} MB)," if nbytes else ""
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, torch.nn.Module):
-        value = [*value.parameters(), *value.buffers()]
-    if isinstance(value, dict | list | tuple):
-        return sum(map(_bytes_of, value.values() if isinstance(value, dict) else value))
-    return value.nbytes if isinstance(value, torch.Tensor | np.ndarray) and not isinstance(value, np.memmap) else 0

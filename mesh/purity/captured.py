@@ -25,6 +25,7 @@ from .. import trees
 from ..array import Array
 from ..pickling.references import CONTAINERS, SCALARS, inside_of, parts_of_data
 from ..region import current
+from ..spec import P
 
 _LOOKED_AT = 4096  # objects at most
 NOT_REENTRANT = (
@@ -81,13 +82,19 @@ class Captured:
         if self.trainable or optimizes:
             _watch_optimizers()
 
-    @functools.cached_property
+    @property
     def memory(self) -> frozenset[int]:
-        """The addresses of the storages of the tensors, and of this rank's shards of captured Arrays."""
-        tensors = [known.tensor for known in self._known]
-        tensors += [array._shard for array in self._arrays if array._shard is not None]
-        plain = (one for one in tensors if type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided)
-        return frozenset[int]().union(*map(storages, plain))  # others, such as a DTensor, have no address
+        """The addresses of the storages of the tensors, and of what this rank has of captured Arrays just now."""
+        shards = [shard for shard, _ in self.shards()]
+        return self._memory | _storages_of(shards) if shards else self._memory
+
+    def shards(self) -> list[tuple[Tensor, P]]:
+        """What this rank has of captured Arrays just now, and how these are cut."""
+        return [(array._shard, array.hint().spec) for array in self._arrays if array._shard is not None]
+
+    @functools.cached_property
+    def _memory(self) -> frozenset[int]:
+        return _storages_of([known.tensor for known in self._known])
 
     def check(self, name: str, where: str) -> None:
         """Refuse a body that has changed one of them.
@@ -111,6 +118,11 @@ class Captured:
     def watched(self, name: str, where: str) -> list[tuple[Tensor, Callable[[], NoReturn]]]:
         """The tensors, each with a function that raises the error for a change of it."""
         return [(known.tensor, functools.partial(_refuse_change, name, where, known)) for known in self._known]
+
+
+def _storages_of(tensors: Sequence[Tensor]) -> frozenset[int]:
+    plain = (one for one in tensors if type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided)
+    return frozenset[int]().union(*map(storages, plain))  # others, such as a DTensor, have no address
 
 
 def _refuse_change(name: str, where: str, changed: _Known) -> NoReturn:

@@ -78,6 +78,10 @@ class LocalValues:
         self._tensors.clear()
         return arrays
 
+    def hold(self, array: Array) -> None:
+        """Take an Array that is there already for the only value."""
+        self._arrays = [weakref.ref(array)]
+
     @property
     def ids(self) -> list[int]:
         return []

@@ -24,6 +24,7 @@ from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..spec import REPLICATED, P
 from ..trees import Packed
+from .held import HeldArrays
 from .lasting_values import KnownLayout, LastingValues
 from .local_values import LocalValues
 from .session import RankSession
@@ -121,12 +122,16 @@ class Values:
         kept = self._calls.get(call)
         return kept is not None and index < len(kept.tensors) and kept.tensors[index] is not None
 
-    def gather(self, spans: Spans) -> tuple[list[torch.Tensor], list[P]]:
+    def gather(self, spans: Spans) -> tuple[list[Any], list[P]]:
         """The values that the spans name, in order."""
         tensors: list[Any] = []
         specs: list[P] = []
         for call, start, stop in each_span(spans):
             kept = self._calls.get(call)
+            if not call:  # one that was donated, and that the function only refers to
+                tensors.append(None)
+                specs.append(REPLICATED)
+                continue
             if kept is None:
                 raise self._lost(call)
             found = kept.tensors[start:stop]
@@ -202,7 +207,9 @@ class RankState:
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
         self._calls: dict[str, CompiledCall] = {}
-        self._noted: dict[int, Noted] = {}  # by kind of call, also of functions that were dropped
+        self._held: dict[str, HeldArrays] = {}  # by program
+        self._holding = HeldArrays(session, mesh)  # of what is being read
+        self._noted: dict[str, Noted] = {}  # by the first plan, also of functions that were dropped
         self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
         # By reader: the description of its last batch, and since which task that has not changed.
         self._last_described: dict[str, tuple[bytes, int]] = {}
@@ -212,7 +219,9 @@ class RankState:
         if key in self._shipped:
             self._calls.clear()  # calls compiled with the old object are out of date
         try:
+            self._holding = HeldArrays(self.session, self.mesh)
             found = self.read(packet)
+            self._held[key] = self._holding
             self.modules.notice()
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
@@ -243,10 +252,11 @@ class RankState:
             planned: PlannedCall = self.shipped(key)
             program: Program = self.shipped(planned.program)
             tree = self.shipped(planned.tree)
-            noted = self._noted.setdefault(planned.kind, Noted())
+            noted = self._noted.setdefault(planned.first or key, Noted())
             if len(self._noted) > _REMEMBERED:
                 self._noted.pop(next(iter(self._noted)))
-            call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, noted)
+            held = self._held[planned.program]
+            call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, noted, held)
             self._calls[key] = call
         return call
 
@@ -271,6 +281,7 @@ class RankState:
         for key in keys:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
+            self._held.pop(key, None)
             self._described.pop(key, None)
             self._last_described.pop(key, None)
 
@@ -295,6 +306,10 @@ class RankState:
             return self.mesh
         if name[0] in ("remote", "ref"):
             return self.session.node.caller.object_of(name)
+        if name[0] == "held":
+            _, number, shape, call, index = name
+            there = self.values.has(call, index)  # else it has a value when the program is called
+            return self._holding.array(number, shape, *self.values.gather((call, index, index + 1)) if there else ())
         _, call, index, shape = name
         (tensor,), (spec,) = self.values.gather((call, index, index + 1))
         about = meta(tuple(shape), tensor.dtype, spec)

@@ -27,9 +27,9 @@ from ...kernels.processes import Owned
 from .. import protocol, wire
 from ..array import Array
 from ..display.trace import Recorder
-from ..driver.snapshot import remember_sources
 from ..failure import capture
 from ..mesh import Mesh
+from ..pickling.beside import remember_sources
 from ..pickling.unpicklable import sending_result
 from . import memory
 from .forks import end_fork, flush_output

@@ -22,7 +22,7 @@ from ...kernels.cuda import placement
 from ...kernels.errors import MeshError
 from ...kernels.network.codec import Message
 from .. import wire
-from ..driver.snapshot import remember_sources
+from ..pickling.beside import remember_sources
 from .connections import Connection
 from .handle import methods_of
 from .protocol import LOAD, RESTORABLE, Invoke, Name

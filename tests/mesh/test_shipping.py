@@ -30,6 +30,7 @@ from spmd import Mesh, MeshError, SpmdError, functional, functional_with_buffers
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot
 from spmd.mesh.pickling import references
+from spmd.mesh.pickling.beside import typed_sources
 from spmd.mesh.pickling.unpicklable import unpicklable_part
 
 RATE = 1.0
@@ -687,8 +688,8 @@ def test_sources_of_typed_functions():
     space: dict = {}
     exec(compile("".join(lines), "<typed-1>", "exec"), space)
     typed = space["typed"]
-    assert shipping.typed_sources(lambda x: typed(x)) == {"<typed-1>": lines}
-    assert shipping.typed_sources(len) == {}
+    assert typed_sources(lambda x: typed(x)) == {"<typed-1>": lines}
+    assert typed_sources(len) == {}
 
 
 # -- with ranks --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,254 @@
+"""Arrays that a step captures: they may change from call to call, as arguments do, and the step is sent once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spmd import (
+    Loader,
+    Mesh,
+    MeshError,
+    P,
+    SpecError,
+    data_parallel,
+    functional,
+    optimizer,
+    pmean,
+    psum,
+    put,
+    spmd,
+    value_and_grad,
+)
+
+
+@pytest.fixture
+def mesh(make_mesh) -> Mesh:
+    return make_mesh({"data": 2})
+
+
+@pytest.fixture
+def told(mesh, monkeypatch) -> list[str]:
+    """What the ranks are told, by kind."""
+    found, tell = [], mesh.driver.tell
+
+    def spy(message: Any, packet: Any = None, ranks: Any = None) -> None:
+        found.append(type(message).__name__ + (str(message.check) if hasattr(message, "check") else ""))
+        tell(message, packet, ranks)
+
+    monkeypatch.setattr(mesh.driver, "tell", spy)
+    return found
+
+
+def holder(**held: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**held)
+
+
+class Trainer:
+    """As programs have it: the state is in the object whose method the step is."""
+
+    def __init__(self, mesh: Mesh):
+        torch.manual_seed(0)
+        self.apply, self.params = functional(nn.Linear(4, 1))
+        self.opt = optimizer(torch.optim.AdamW, lr=0.1)
+        self.opt_state = self.opt.init(self.params)
+        self.train_step = spmd(data_parallel(self._step), mesh=mesh)
+        self.losses: list[float] = []
+
+    def loss(self, params: Any, batch: Any) -> torch.Tensor:
+        return self.apply(params, batch["x"]).square().mean()
+
+    def _step(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = value_and_grad(self.loss)(params, batch)
+        return *self.opt.step(params, grads, opt_state), loss
+
+    def fit(self, loader: Any, note: Any) -> None:
+        for batch in loader:
+            self.params, self.opt_state, loss = self.train_step(self.params, self.opt_state, batch)
+            note(self, float(loss))
+
+
+def test_a_trainer_s_state_does_not_send_its_step_again(mesh, told):
+    """Each of its calls was a first call, with all its checks."""
+    x = torch.randn(96, 4)
+    trainer, found = Trainer(mesh), []
+    trainer.fit(Loader({"x": x}, 8, mesh=mesh), lambda _, loss: found.append(loss))
+    once = told.count("Ship")
+    assert sum(name.startswith("CallProgram3") for name in told) == 2  # plain tensors, then Arrays
+    trainer.fit(Loader({"x": x}, 8, mesh=mesh, seed=1), lambda _, loss: found.append(loss))
+    assert told.count("Ship") - once <= 1 and found[0] > 2 * found[-1]
+
+
+def test_other_data_that_change_in_every_call_make_few_first_calls(mesh, told):
+    """Of what `self.losses.append(...)` changes, too, 8 calls are first calls, and then the 16th and so on."""
+    x = torch.randn(160, 4)
+    plain, noting = Trainer(mesh), Trainer(mesh)
+    found: list[float] = []
+    plain.fit(Loader({"x": x}, 8, mesh=mesh), lambda _, loss: found.append(loss))
+    told.clear()
+    noting.fit(Loader({"x": x}, 8, mesh=mesh), lambda trainer, loss: trainer.losses.append(loss))
+    assert noting.losses == found and len(found) == 20
+    assert sum(name.startswith("CallProgram3") for name in told) == 2 + 8 - 1 + 1
+
+
+def test_values_shapes_specs_and_dtypes_that_change(mesh):
+    held = holder(w=None)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        whole = held.w.full()
+        return whole * x, held.w.local.sum() * 0 + 1 if held.w.spec == P() else x
+
+    values = [torch.arange(8.0) + turn for turn in range(4)]
+    values += [torch.arange(6.0), torch.arange(6), torch.ones(2, 2), torch.zeros(0), torch.tensor(2.0)]
+    for turn, value in enumerate(values):
+        for spec in [P(), P("data")] if value.dim() else [P()]:
+            held.w = put(value, spec, mesh=mesh)
+            found, one = step(torch.tensor(2.0))
+            assert torch.equal(found.full(), value * 2.0), (turn, spec)
+            assert float(one) == (2.0 if spec.entries else 1.0)
+
+
+def test_names_for_one_value_may_come_to_mean_several(mesh):
+    held = holder()
+    held.a = held.b = put(torch.ones(2), mesh=mesh)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return x + 10 * held.a.local + held.b.local
+
+    found = [float(step(torch.zeros(2)).full()[0])]
+    for name, value in (("b", 2.0), ("a", 3.0), ("b", None)):
+        setattr(held, name, held.a if value is None else put(torch.full((2,), value), mesh=mesh))
+        found.append(float(step(torch.zeros(2)).full()[0]))
+    assert found == [11.0, 12.0, 32.0, 33.0]
+
+
+def test_calls_in_flight_and_other_threads(mesh):
+    def counted(found: list[float]) -> None:
+        held = holder(w=put(torch.zeros(2), mesh=mesh))
+
+        @spmd(mesh=mesh)
+        def step(x):
+            return held.w.local + x
+
+        for _ in range(30):
+            held.w = step(torch.ones(2))
+        found.append(float(held.w.full()[0]))
+
+    found: list[float] = []
+    counted(found)
+    threads = [threading.Thread(target=counted, args=(found,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [30.0] * 3
+
+
+def test_ranks_that_die_and_a_mesh_that_is_resized(mesh):
+    """A rank that replaces another gets the step before it has the values, and each call gives them."""
+    held = holder(w=put(torch.zeros(12), P("data"), mesh=mesh), all={"a": put(torch.zeros(2), mesh=mesh)})
+
+    @spmd(mesh=mesh, out_specs=(P("data"), P()))
+    def step(x):
+        return held.w.local + x, held.all["a"].local + x
+
+    for turn in range(12):
+        held.w, held.all["a"] = step(torch.ones(()))
+        if turn in (3, 7):
+            os.kill(mesh.driver.pids[turn % 2], signal.SIGKILL)
+        if turn in (5, 9):
+            mesh.resize({"data": 3 if turn == 5 else 2})
+    assert held.w.full().tolist() == [12.0] * 12 and held.all["a"].full().tolist() == [12.0] * 2
+
+
+def test_what_was_donated_may_be_referred_to_and_not_read(mesh):
+    held = holder(w=put(torch.zeros(1000), mesh=mesh))
+
+    @spmd(mesh=mesh, donate=("w",))
+    def step(w):
+        return w + len(vars(held))
+
+    @spmd(mesh=mesh)
+    def read(x):
+        return held.w.local + x
+
+    for _ in range(5):
+        held.w = step(held.w)
+    old = held.w
+    new = step(old)
+    assert float(step(new).full()[0]) == 7.0 and float(new.full()[0] if new.donated_to is None else 0) == 0.0
+    with pytest.raises(SpecError, match=r"this Array was donated to (step|an earlier call)"):
+        read(torch.ones(1000)).full()
+
+
+def test_a_part_that_the_step_captures_differs_between_ranks(mesh):
+    """Though its sum is the same on both."""
+    held = holder(w=put(torch.ones(4), P("data"), mesh=mesh))
+    with pytest.raises(SpecError, match=r"may differ between ranks along data.* an Array that it captures"):
+        spmd(lambda x: held.w.local.sum() + x, mesh=mesh)(torch.ones(()))
+    assert float(spmd(lambda x: psum(held.w.local.sum(), "data") + x, mesh=mesh)(torch.ones(()))) == 5.0
+
+
+def test_an_array_of_another_mesh(mesh, make_mesh):
+    held = holder(w=put(torch.ones(4), mesh=mesh))
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return held.w.local + x
+
+    step(torch.ones(4)).full()
+    held.w = put(torch.ones(4), mesh=make_mesh({"data": 1}))
+    with pytest.raises(MeshError, match="an Array of another mesh was passed"):
+        step(torch.ones(4)).full()
+    held.w = put(torch.ones(4), mesh=mesh)
+    assert step(torch.ones(4)).full().tolist() == [2.0] * 4
+
+
+def test_batches_and_parameters_of_an_evaluation(mesh):
+    """A `Loader`'s batch is sent with the step that captures it, as it is no value of a known shape."""
+    held = holder(batch=None, w=None)
+
+    @spmd(mesh=mesh)
+    def over_batch(x):
+        return psum(held.batch["x"].local.sum(), "data") + x
+
+    found = []
+    for held.batch in Loader({"x": torch.arange(8.0)}, 4, mesh=mesh, shuffle=False):
+        found.append(float(over_batch(torch.zeros(()))))
+    assert found == [6.0, 22.0]
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def evaluated(batch):
+        return pmean(batch["x"].mean() * held.w.local, "data")
+
+    for turn in range(4):
+        held.w = put(torch.tensor(float(turn)), mesh=mesh)
+        assert float(evaluated({"x": torch.ones(4)})) == turn
+
+
+class Summed:
+    """An object that reads its Array while it is unpickled."""
+
+    def __init__(self, array: Any):
+        self.array, self.sum = array, 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"array": self.array}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.array, self.sum = state["array"], float(state["array"].local.sum())
+
+
+def test_values_are_there_when_the_step_is_read(mesh):
+    summed = Summed(put(torch.ones(3), mesh=mesh))
+    assert float(spmd(lambda x: x + summed.sum, mesh=mesh)(torch.zeros(()))) == 3.0
