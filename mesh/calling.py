@@ -163,7 +163,9 @@ def _compiled(
         calls.renewals.count = 0
         return known, held
     if known is not None or calls.empty:
-        calls.renewals.note(program.name, quiet=mesh.rank not in (None, 0))
+        before = None if shipped is None else shipped.before
+        changed = "" if before is None or not calls.renewals.warns else before.changed_part(callee.source)
+        calls.renewals.note(program.name, changed, quiet=mesh.rank not in (None, 0))
     settled = ready.treedef, ready.plan, ready.moves
     choice = _choice(ready.leaves, ready.plan)
     made: DriverCall | LaunchedCall

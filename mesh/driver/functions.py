@@ -36,12 +36,14 @@ class Shipped:
     Attributes:
         last_results: for the plan of a call: rank -> its last description of the results; shared by all with this key.
         kind: of a function, see `Snapshot`.
+        before: what the function was, if it was sent for a change of what it refers to.
     """
 
-    __slots__ = ("__weakref__", "key", "kind", "last_results")
+    __slots__ = ("__weakref__", "before", "key", "kind", "last_results")
 
     def __init__(self, key: str, last_results: dict[int, bytes]):
         self.key, self.last_results, self.kind = key, last_results, 0
+        self.before: snapshot.Snapshot | None = None
 
 
 # What to do about one that can't be pickled.
@@ -161,7 +163,7 @@ class ShippedObjects:
                 where=self._session.describe(),
                 remedy=remedy,
             ) from None
-        shipped.kind = found.kind
+        shipped.kind, shipped.before = found.kind, known and known[0]
         if holder is not None:
             self._functions[holder] = (found, shipped)
         return shipped, held

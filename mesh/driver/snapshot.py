@@ -38,6 +38,7 @@ from ..pickling.references import (
     parts_of_data,
     plain_state_of,
     readers_of,
+    used_by,
 )
 from ..spec import RAGGED
 
@@ -162,6 +163,31 @@ class Snapshot:
                 return None
         return arrays
 
+    def changed_part(self, function: Any) -> str:
+        """What has changed first, for messages; empty if it has no name."""
+        found, parents, first = [function], [0], [0]
+        changed: int | None = None
+        for at, kind, read, count in self._reads:
+            parts = read(found[at]) if type(found[at]) is kind() else []
+            if len(parts) != count:
+                changed = at
+                break
+            first += [len(found)] * count
+            parents += [at] * count
+            found += parts
+        else:
+            now = zip(self._equal(range(len(found)))[2:], self._values, strict=True)
+            there = zip(self._referred(range(len(found)))[2:], self._references, strict=True)
+            changed = next((at for at, value in now if not _alike(found[at], value)), None)
+            changed = (
+                next((at for at, refer in there if refer() is not found[at]), None) if changed is None else changed
+            )
+        while changed:
+            if name := _name_in(found[parents[changed]], changed - first[changed]):
+                return name
+            changed = parents[changed]
+        return ""
+
     def _is_as_before(self, found: list[Any]) -> bool:
         values = self._equal(found)[2:]
         return (
@@ -172,6 +198,15 @@ class Snapshot:
             and all(map(operator.is_, self._objects, self._same(found)[2:]))
             and all(map(operator.is_, [refer() for refer in self._references], self._referred(found)[2:]))
         )
+
+
+def _name_in(owner: Any, part: int) -> str:
+    """What the part of an object or a function with this number is called."""
+    if isinstance(owner, types.FunctionType):
+        names = list(used_by(owner))
+        return f"{names[part - 3]!r}, used in {owner.__qualname__}" if 3 <= part < 3 + len(names) else ""
+    names = [] if isinstance(owner, CONTAINERS) else list(getattr(owner, "__dict__", ()))
+    return f"{names[part % len(names)]!r} of an object of {type(owner).__name__}" if names else ""
 
 
 def _is_exchanged(array: Array) -> bool:

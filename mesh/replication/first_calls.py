@@ -47,15 +47,30 @@ class Renewals:
 
     count: int = 0
 
-    def note(self, name: str, *, quiet: bool) -> None:
-        """Count a call, and warn if the function was defined anew, or changed in what it captures, for each of many."""
-        self.count += 1
-        if self.count == RENEWED and not quiet:
-            warn(
-                f"each of the last {RENEWED} calls of {name} was a first call, with all its checks, which takes "
-                "several times as long: it was defined anew for each of them, or what it captures had changed",
-                remedy="define it once, before the loop, and pass what changes as an argument",
+    @property
+    def warns(self) -> bool:
+        """Whether the next one gives a warning."""
+        return self.count == RENEWED - 1
+
+    def note(self, name: str, changed: str, *, quiet: bool) -> None:
+        """Count a call, and warn if the function was defined anew, or what it captures had changed, for each of many.
+
+        Args:
+            changed: what had, if it is known.
+        """
+        if self.warns and not quiet:
+            way = (
+                f"it captures {changed}, which changes"
+                if changed
+                else "it is defined anew, or what it captures changes"
             )
+            warn(
+                f"each of the last {RENEWED} calls of {name} was a first call, or was sent to the ranks anew, which "
+                f"takes several times as long: {way}",
+                remedy="define it once, before the loop, pass what changes as an argument, and keep what it does not "
+                "need out of the objects that it captures",
+            )
+        self.count += 1
 
 
 # By session and code.

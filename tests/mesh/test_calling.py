@@ -341,6 +341,34 @@ def test_a_function_that_is_defined_anew_for_each_call_gives_a_warning(make_mesh
         assert warned(call, 19) == []
         (text,) = warned(call, 21)
         assert text.startswith(f"each of the last 20 calls of {name} was a first call") and "before the loop" in text
+        assert ("it captures 'captured', used in" in text) == (call is changed)
+
+
+@pytest.mark.parametrize("change", ["losses", "turn", "settings"])
+def test_what_has_changed_in_the_object_whose_method_a_step_is(make_mesh, monkeypatch, change):
+    tell_renewals_after(monkeypatch, 4)
+
+    class Trainer:
+        def __init__(self):
+            self.losses, self.turn, self.settings = [], 0, {"inner": {"rate": 0.5}}
+
+        def step(self, x):
+            return x
+
+    trainer = Trainer()
+    step = spmd(trainer.step, mesh=make_mesh({"data": 2}))
+
+    def call(turn):
+        if change == "losses":
+            trainer.losses.append(turn)
+        elif change == "turn":
+            trainer.turn = turn + 1
+        else:
+            trainer.settings["inner"]["rate"] += 1
+        return step(torch.ones(2))
+
+    (text,) = warned(call, 6)
+    assert f"it captures {change!r} of an object of Trainer, which changes" in text
 
 
 def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
