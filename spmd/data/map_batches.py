@@ -53,6 +53,7 @@ class MapBatches(Batches):
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
+        self._collated = collate is not None and shards is None
 
     def __len__(self) -> int:
         return self.steps
@@ -115,7 +116,8 @@ class _Feed(Feed):
         requests = [((axis, *deal.position), deal) for deal in deals]
         if requests:
             name = "the Loader's dataset"
-            self._pending += fill(self._mesh, name, self._reader, requests, ragged=this._ragged, remedy=ONE_LENGTH)
+            kinds = {"ragged": this._ragged, "collated": this._collated}
+            self._pending += fill(self._mesh, name, self._reader, requests, **kinds, remedy=ONE_LENGTH)
         self._next += len(steps)
 
     def take(self) -> tuple[Any, None]:
