@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tupl
 
     def read() -> tuple[Any, list[Any], list[agreement.OutputMeta], Found]:
         treedef, leaves, outputs, mine = reader(session, *arguments)
-        everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items())).encode())
+        everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items()), default=operator.index).encode())
         return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
 
     treedef, leaves, outputs, found = launched.call(session, read, "the next batch of a Stream")

@@ -169,16 +169,7 @@ class MapReader(PartReader):
             for key, count in groups:
                 samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
                 seed("batch", self.sampler.seed, epoch, step, key)
-                try:
-                    made.append(collate(samples))
-                except Exception as error:
-                    if self.collate is None:
-                        add_note(
-                            error,
-                            f"[collating samples of the Loader's {type(self.data).__name__}: where they differ in "
-                            "size, or have more than numbers, give a collate_fn= that pads, for instance]",
-                        )
-                    raise
+                made.append(collate(samples))
                 at += count
             batch = made[0] if len(made) == 1 else joined(made)
         self._empty = trees.map(without_samples, batch)

@@ -533,7 +533,7 @@ def test_samples_of_several_sizes(shared_mesh):
     with pytest.raises(RuntimeError, match="equal size") as caught:
         next(iter(loader))
     if sys.version_info >= (3, 11):
-        assert re.search(r"collating samples of the Loader's list.*give a collate_fn=", "".join(caught.value.__notes__))
+        assert re.search(r"collating the Loader's samples.*give a collate_fn=", "".join(caught.value.__notes__))
 
 
 def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared_mesh):

@@ -121,6 +121,13 @@ if __name__ == "__main__":
         assert np.isclose(float(loss), float(expected)) and torch.allclose(gradient.full(), w.grad), (loss, expected)
         assert batch.full().shape == (2 * len(ids), 3) and batch.shape[0] in (2 * len(ids), -1)
         w = w.detach()
+    batches = [*spmd.Loader(torch.arange(8), 4, mesh=mesh)]
+    try:
+        batches[mesh.rank or 0].full()  # each launched rank another one, as after an error that one of them caught
+    except spmd.CollectiveMismatch as error:
+        assert "batch 0 of epoch 0" in str(error) and "batch 1 of epoch 0" in str(error), error
+    else:
+        assert mesh.is_driver
     if mesh.rank in (0, None):
         print("right")
 """
