@@ -108,7 +108,7 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
-ROWS = "have collate_fn make tensors with a row for each sample, and count in the step what belongs to a whole batch"
+ROWS = "have collate_fn pad to one length, with a row for each sample; what is of a whole batch, make in the step"
 
 
 def assemble(
