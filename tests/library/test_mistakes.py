@@ -206,6 +206,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "weights": (lambda m: Stream.mix([Stream([0], iter)], ["1"]), "mix got streams and weights .*'1'"),
     "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
+    "a column's name": (lambda m: Stream.parquet(["x"], columns="y"), "a Stream got no list of columns .*'y'"),
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
     "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
     "save as torch.save": (lambda m: save({"w": X}, "nowhere"), r"save got a bad path .*a dict.*save\(path, tree\)"),
