@@ -217,7 +217,7 @@ def path_in(treedef: Any, index: int) -> str:
 
 
 def _check_replicas(
-    layout: Layout, leaves: dict[int, OutputMeta], prints: Sequence[Any], what: Callable[[], str], where: str, rows: str
+    layout: Layout, leaves: dict[int, OutputMeta], prints: list[Any], what: Callable[[], str], where: str, rows: str
 ) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
