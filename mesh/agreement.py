@@ -108,6 +108,7 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
+ROWS = "have collate_fn pad to one length, with a row for each sample; what is of a whole batch, make in the step"
 
 
 def assemble(
@@ -133,6 +134,7 @@ def assemble(
     Raises:
         SpecError: the ranks disagree.
     """
+    rows = "" if remedy is SHARDS_OF_ONE else ROWS
     treedef, first = outputs[0]
     for rank, (other, _) in outputs.items():
         if other != treedef:
@@ -140,7 +142,7 @@ def assemble(
                 f"{name} returned different trees on rank 0 and rank {rank}",
                 got=f"{treedef} and {other}",
                 where=where,
-                remedy="return the same structure on every rank" if remedy is SHARDS_OF_ONE else remedy,
+                remedy=rows or "return the same structure on every rank",
             )
     rank_prints = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
     results = []
@@ -156,7 +158,7 @@ def assemble(
                 remedy="return the same kind of value on every rank",
             )
         if check:
-            _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where)
+            _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where, rows)
         if leaf.spec is None:
             results.append(Result(None, value=leaf.value))
             continue
@@ -215,16 +217,15 @@ def path_in(treedef: Any, index: int) -> str:
 
 
 def _check_replicas(
-    layout: Layout, leaves: dict[int, OutputMeta], rank_prints: list[bytes | None], what: Callable[[], str], where: str
+    layout: Layout, leaves: dict[int, OutputMeta], prints: list[Any], what: Callable[[], str], where: str, rows: str
 ) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
     for rank, leaf in leaves.items():
         groups = variants.setdefault(0 if leaf.spec is None else layout.owner(leaf.spec, rank), [])
         for group in groups:
-            if same(leaves[group[0]], leaf) and (
-                not rank_prints or values.same_bytes(rank_prints[group[0]], rank_prints[rank], leaf.shape)
-            ):
+            alike = same(leaves[group[0]], leaf)
+            if alike and (not prints or values.same_bytes(prints[group[0]], prints[rank], leaf.shape)):
                 group.append(rank)
                 break
         else:
@@ -234,7 +235,7 @@ def _check_replicas(
     apart = next((groups for groups in variants.values() if len(groups) > 1), None)
     if apart is not None:
         axes = _axes_between(layout, apart)
-        got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], rank_prints, ranks[0])}" for ranks in apart)
+        got = "; ".join(f"{ranks_text(ranks)}: {_show(leaves[ranks[0]], prints, ranks[0])}" for ranks in apart)
         problem = f"{what()} should be the same on all ranks along {', '.join(axes)}, and is not"
         problem += f"; it {varying[1]}" if varying is not None else ""
     elif varying is not None:
@@ -243,7 +244,7 @@ def _check_replicas(
         problem += f"; it {varying[1]}"
     else:
         return
-    raise _differing(problem, axes, got, where, is_tensor=spec is not None)
+    raise _differing(problem, axes, got, where, spec is not None, rows)
 
 
 def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
@@ -264,7 +265,7 @@ def refuse_varying(leaf: OutputMeta, what: str, where: str) -> None:
     if leaf.varying is not None:
         axes, why = leaf.varying
         problem = f"{what} may differ between ranks along {', '.join(axes)}; it {why}"
-        raise _differing(problem, axes, None, where, is_tensor=True)
+        raise _differing(problem, axes, None, where, True, "")
 
 
 def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> None:
@@ -284,12 +285,12 @@ def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> 
         raise SpecError(problem, got=got, where=where, remedy=SHARDS_OF_ONE)
 
 
-def _differing(problem: str, axes: tuple[str, ...], got: str | None, where: str, *, is_tensor: bool) -> SpecError:
+def _differing(problem: str, axes: Sequence[str], got: str | None, where: str, is_tensor: bool, rows: str) -> SpecError:
     remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
     remedy = remedy if is_tensor else f"return a tensor, and {remedy}"
     if RANDOM in problem:  # a mean of noise is smaller
         remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"
-    return SpecError(problem, got=got, where=where, remedy=remedy)
+    return SpecError(problem, got=got, where=where, remedy=rows or remedy)
 
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:

@@ -100,8 +100,8 @@ class Array:
 
     Attributes:
         mesh: the mesh that holds it.
-        shape: the global shape. In a padded batch of a `Loader`, -1 stands for a size that differs between ranks (a
-            launched rank doesn't know the others' sizes, and gives its own from dimension 1 on).
+        shape: the global shape. In a padded batch of a `Loader`, -1 stands for a size that differs between ranks, or,
+            on a launched rank, for rows more or fewer than samples (from dimension 1 on it gives its own sizes).
         dtype: as in torch.
         spec: how it is cut.
         local: this rank's shard (only on a rank); clone it before you write to it, it is the value's own memory.

@@ -161,6 +161,7 @@ class Request:
         if total is not None:
             if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
+            total = None if total == RAGGED else total  # then the ranks add up their rows
             in_shards, sizes = (argument.shards or 1) > 1, self._sizes(lengths)
             self.batch = dataclasses.replace(
                 self.batch, axis=argument.axis, total=total, sizes=sizes, in_shards=in_shards

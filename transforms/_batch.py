@@ -68,7 +68,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
             "a batch's parts are not those of its virtual shards",
             got=f"{here} samples of {total}",
             where=session.where(),
-            remedy="pass the batch as the Loader gave it, or whole",
+            remedy="pass the batch as the Loader gave it, or whole; let a collate_fn make one row of each sample",
         )
 
     def part(leaf: Any) -> Any:

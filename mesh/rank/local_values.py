@@ -35,7 +35,8 @@ class LocalValues:
         hints: what all ranks know of the values, if `metas` says more that only this rank knows; calls are compiled
             for these.
         name: the driver's name for the value, if there is only one: (number of its call, index).
-        region: on launched ranks, in which region all made the values, or 0: they check that all gather the same one.
+        region: on launched ranks, in which region all made the values, or 0: they check that all gather the same one
+            (and of a batch, the same batch).
     """
 
     __slots__ = (
@@ -114,6 +115,9 @@ class LocalValues:
     def shards(self, index: int) -> list[torch.Tensor]:
         layout, about, mine = self._session.layout, self.hints[index], self.value(index)
         known = self._shapes[index] if self._shapes is not None else None
+        whose = f"call {self.region}" if self.region else ""
+        if self.deal is not None:
+            whose = "batch {1} of epoch {0}".format(*self.deal.position)
 
         def gather() -> list[torch.Tensor]:
             comm = self._session.comm()
@@ -123,7 +127,7 @@ class LocalValues:
                 ranks = range(layout.size)
                 shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]
             out = [torch.empty(shape, dtype=mine.dtype, device="cpu") for shape in shapes]
-            with labelled(f"of value {index} of call {self.region}" if self.region else labels.current):
+            with labelled(f"of value {index} of {whose}" if whose else labels.current):
                 comm.all_gather(out, mine.detach().cpu())
             return out
 

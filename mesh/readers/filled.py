@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def fill(
     requests: Sequence[tuple[tuple, Deal | None]],
     *,
     ragged: bool = False,
+    collated: bool = False,
     remedy: str,
 ) -> list[Callable[[], Any]]:
     """Have every rank read its part of batches; for each a function that waits for it and gives the tree of Arrays.
@@ -41,6 +43,7 @@ def fill(
         reader: a function `reader(session, *arguments) -> (treedef, leaves, OutputMeta of each)`, called on every rank.
         requests: for each batch the arguments, and how it was dealt.
         ragged: the parts may differ in more than dimension 0.
+        collated: a part may have another number of rows than of samples.
         remedy: for the error if they do and may not.
     """
 
@@ -48,7 +51,7 @@ def fill(
         descriptions, _ = asked.descriptions()
         return asked.tree(descriptions, deal, name=name, ragged=ragged, remedy=remedy)
 
-    return _asked(mesh, reader, requests, there, functools.partial(_read_here, mesh, reader.obj, ragged))
+    return _asked(mesh, reader, requests, there, functools.partial(_read_here, mesh, reader.obj, ragged, collated))
 
 
 def fill_streams(
@@ -86,14 +89,15 @@ def _asked(
 # -- on a launched rank ------------------------------------------------------------------------------------------------
 
 
-def _read_here(mesh: Mesh, reader: Any, ragged: bool, arguments: tuple, deal: Deal | None) -> Any:
+def _read_here(mesh: Mesh, reader: Any, ragged: bool, collated: bool, arguments: tuple, deal: Deal | None) -> Any:
     """This rank's part of a batch, as Arrays."""
     treedef, leaves, outputs = reader(mesh.session, *arguments)
     of_tensors = [about for about in outputs if about.spec is not None]
     shards = None if deal is None else deal.shards
     shapes = [None if shards is None else _shapes(mesh.layout, about, shards) for about in of_tensors]
-    metas = [_meta(mesh.layout, about, about.whole, each) for about, each in zip(of_tensors, shapes, strict=True)]
-    hints = [_unsure(about) for about in metas] if ragged and mesh.layout.size > 1 else metas
+    wholes = [_whole(mesh, about) if collated else about.whole for about in of_tensors]
+    metas = [_meta(mesh.layout, *its) for its in zip(of_tensors, wholes, shapes, strict=True)]
+    hints = [_unsure(about, collated) for about in metas] if ragged and mesh.layout.size > 1 else metas
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, hints=hints, deal=deal)
 
 
@@ -102,7 +106,7 @@ def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tupl
 
     def read() -> tuple[Any, list[Any], list[agreement.OutputMeta], Found]:
         treedef, leaves, outputs, mine = reader(session, *arguments)
-        everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items())).encode())
+        everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items()), default=operator.index).encode())
         return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
 
     treedef, leaves, outputs, found = launched.call(session, read, "the next batch of a Stream")
@@ -160,9 +164,19 @@ def _meta(layout: Layout, about: agreement.OutputMeta, whole: Any, shapes: tuple
     return meta(shape, about.dtype, about.spec, shapes and agreement.unusual(layout, shapes, shape, about.spec))
 
 
-def _unsure(about: Meta) -> Meta:
+def _whole(mesh: Mesh, about: agreement.OutputMeta) -> tuple[int, ...] | None:
+    """The global shape, as far as a rank knows it whose samples may have become another number of rows."""
+    if about.whole is None or about.spec is None:
+        return None
+    if about.shape[0] == mesh.layout.shard_shape(about.whole, about.spec, mesh.session.rank)[0]:
+        return about.whole
+    return (about.shape[0] if mesh.layout.size == 1 else RAGGED, *about.whole[1:])
+
+
+def _unsure(about: Meta, collated: bool) -> Meta:
     """What all ranks know of a batch that may be padded, without asking each other."""
-    shape = (about.shape[0], *(RAGGED for _ in about.shape[1:])) if about.spec.entries else about.shape
+    rows = RAGGED if collated else about.shape[0]
+    shape = (rows, *(RAGGED for _ in about.shape[1:])) if about.spec.entries else about.shape
     return meta(shape, about.dtype, about.spec)
 
 

@@ -26,7 +26,7 @@ class Stacked:
     def of(samples: Sequence[Any]) -> Stacked | None:
         """Samples to stack; None if they are too small, not alike, or no plain tensors."""
         first = samples[0]
-        if len(samples) * first.nbytes < _LEAST_BYTES:
+        if not _plain(first) or len(samples) * first.nbytes < _LEAST_BYTES:
             return None
         alike = all(one.shape == first.shape and one.dtype == first.dtype and _plain(one) for one in samples)
         return Stacked(samples) if alike else None

@@ -12,7 +12,8 @@ from ..kernels.arguments import check_function
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh import trees
-from ..mesh.put import fetch, number_or_tensor
+from ..mesh.array import Array
+from ..mesh.put import fetch, is_array, number_or_tensor
 from .loader import Loader
 
 
@@ -65,6 +66,13 @@ def evaluate(step: Callable[..., Any], loader: Loader, *args: Any) -> Any:
 def _added(totals: Any, result: Any) -> Any:
     if result is None:
         return totals
+    for leaf in trees.leaves(result, is_leaf=is_array):
+        if isinstance(leaf, Array) and leaf.mesh.layout.batch_axis in leaf.spec.axes:
+            raise SpecError(
+                "evaluate can't add up what each rank has a part of",
+                got=repr(leaf),
+                remedy="return sums and counts, such as psum(hits, 'data'), not a value for each sample",
+            )
     found = trees.map(_wide, fetch(result))
     return found if totals is None else trees.map(_sum, totals, found)
 

@@ -147,7 +147,9 @@ class Loader:
         It counts batches of this Loader's. Add `"settings": loader.settings` for a Loader that may be another one.
         """
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
-        return state if self._position is None else {**state, "streams": json.dumps(self._position)}
+        if self._position is not None:
+            state["streams"] = json.dumps(self._position, default=operator.index)
+        return state
 
     @public
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ class MapBatches(Batches):
         **options: Any,
     ):
         _refuse_arrays(dataset)
+        if collate is not None and isinstance(dataset, dict | tuple):
+            _refuse_collated(dataset)
         tree = _tensors(dataset) if collate is None else None
         length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
@@ -53,6 +55,7 @@ class MapBatches(Batches):
         self._reader = MapReader(dataset if tree is None else tree, tree is None, collate, self.sampler, shards, ahead)
         # Samples that are collated may be padded, on each rank to a length of its own.
         self._ragged = tree is None and shards is None
+        self._collated = collate is not None and shards is None
 
     def __len__(self) -> int:
         return self.steps
@@ -115,7 +118,8 @@ class _Feed(Feed):
         requests = [((axis, *deal.position), deal) for deal in deals]
         if requests:
             name = "the Loader's dataset"
-            self._pending += fill(self._mesh, name, self._reader, requests, ragged=this._ragged, remedy=ONE_LENGTH)
+            kinds = {"ragged": this._ragged, "collated": this._collated}
+            self._pending += fill(self._mesh, name, self._reader, requests, **kinds, remedy=ONE_LENGTH)
         self._next += len(steps)
 
     def take(self) -> tuple[Any, None]:
@@ -153,6 +157,19 @@ def _refuse_arrays(dataset: Any) -> None:
     if found is not None:
         problem = "Loader got a dataset that is on a mesh, and reads what the program has"
         raise SpecError(problem, got=repr(found), remedy="fetch it, Loader(fetch(dataset), batch_size)")
+
+
+def _refuse_collated(dataset: dict | tuple) -> None:
+    """Of columns a collate_fn would get whole ones for samples."""
+    columns = [*dataset.values()] if isinstance(dataset, dict) else [*dataset]
+    kinds = [(one.shape, one.dtype) for one in columns if isinstance(one, torch.Tensor | np.ndarray)]
+    if len(kinds) < max(1, len(columns)) or len({shape[:1] for shape, _ in kinds}) > 1:
+        return
+    if 0 in dataset if isinstance(dataset, dict) else len({*kinds}) == 1:  # samples, perhaps
+        return
+    made = "StackDataset(**dataset)" if isinstance(dataset, dict) else "StackDataset(*dataset)"
+    problem = f"Loader got a {type(dataset).__name__} of columns, and a collate_fn, which takes a list of samples"
+    raise SpecError(problem, remedy=f"give it torch.utils.data.{made}, which has a sample of each row")
 
 
 def _refuse_columns(samples: list, batch_size: int) -> None:

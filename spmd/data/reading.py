@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, add_note
-from ..mesh import trees
+from ..kernels.flat import as_bytes
+from ..mesh import agreement, trees
 from ..mesh.agreement import OutputMeta
 from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.put import as_tensor
@@ -24,6 +26,7 @@ from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
 from ..mesh.readers.stacked import Stacked
+from ..mesh.replication.values import same_value
 from ..mesh.spec import REPLICATED, P, block_of, split_sizes
 from ..transforms import Sampler
 from .random_numbers import one_thread, own_random_numbers, seed
@@ -166,16 +169,7 @@ class MapReader(PartReader):
             for key, count in groups:
                 samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
                 seed("batch", self.sampler.seed, epoch, step, key)
-                try:
-                    made.append(collate(samples))
-                except Exception as error:
-                    if self.collate is None:
-                        add_note(
-                            error,
-                            f"[collating samples of the Loader's {type(self.data).__name__}: where they differ in "
-                            "size, or have more than numbers, give a collate_fn= that pads, for instance]",
-                        )
-                    raise
+                made.append(collate(samples))
                 at += count
             batch = made[0] if len(made) == 1 else joined(made)
         self._empty = trees.map(without_samples, batch)
@@ -234,7 +228,8 @@ class ReadAhead:
                 self._ask(len(self._pool))  # one each: how large answers are is not known yet
             found = [self._pool.take(number) for number in self._asked[0][1]]
             self._asked.popleft()
-            nbytes = sum(leaf.nbytes for leaf in trees.leaves(found) if hasattr(leaf, "nbytes"))
+            leaves = (leaf for leaf in trees.leaves(found) if getattr(leaf, "layout", None) is not torch.sparse_coo)
+            nbytes = sum(leaf.nbytes for leaf in leaves if hasattr(leaf, "nbytes"))
             self._largest = max(self._largest, nbytes)
             self._ask(min(self._ahead, max(1, self._most_bytes // max(self._largest, 1))))
             return found
@@ -264,11 +259,14 @@ def described(
     metas = []
     for index, leaf in enumerate(leaves):
         leaf = as_tensor(leaf)
-        leaf = leaves[index] = session.on_device(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, torch.Tensor):
+            check_value(leaf, lambda: f"the batch{trees.paths(batch)[index]} of a Loader", cut=True)  # noqa: B023
+            leaf = session.on_device(leaf)
+        leaves[index] = leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             metas.append(_cut(axis, leaf.shape, leaf.dtype, total))
         elif isinstance(leaf, torch.Tensor):
-            metas.append(OutputMeta(REPLICATED, tuple(leaf.shape), leaf.dtype))
+            metas.append(OutputMeta(REPLICATED, (), leaf.dtype, value=bytes(as_bytes(leaf).cpu().numpy())))
         elif only_tensors:
             raise SpecError(
                 "a Loader's batch is of tensors, and the dataset's samples have something else",
@@ -292,6 +290,10 @@ def joined(shards: list[Any]) -> Any:
     def join(first: Any, *others: Any) -> Any:
         leaves = [as_tensor(leaf) for leaf in (first, *others)]
         if not isinstance(leaves[0], torch.Tensor) or not leaves[0].dim():
+            for leaf in leaves[1:]:
+                if not _are_same(leaves[0], leaf):
+                    problem = "the virtual shards of a Loader's batch differ in what has no row for each sample"
+                    raise SpecError(problem, got=f"{leaves[0]!r:.60} and {leaf!r:.60}", remedy=agreement.ROWS)
             return first
         if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
             raise SpecError(
@@ -303,6 +305,12 @@ def joined(shards: list[Any]) -> Any:
         return torch.cat(leaves)
 
     return trees.map(join, *shards)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and bool(torch.equal(as_bytes(one), as_bytes(other)))
+    return same_value(one, other)
 
 
 def without_samples(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from ..kernels.errors import add_note
 from ..mesh.readers import process
 from ..mesh.readers.stacked import Stacked
 
@@ -80,6 +81,18 @@ def seen(sample: Any) -> Any:
 
 def collated(samples: Sequence[Any]) -> Any:
     """A batch of samples, as torch's default makes it."""
+    try:
+        return _batch_of(samples)
+    except Exception as error:
+        add_note(
+            error,
+            f"[collating the Loader's samples, each a {type(seen(samples[0])).__name__}: where they differ in size, or "
+            "have more than numbers, give a collate_fn= that pads, for instance]",
+        )
+        raise
+
+
+def _batch_of(samples: Sequence[Any]) -> Any:
     if set(map(type, samples)) != {Row}:
         return _collated([seen(one) for one in samples])
     columns = [row.columns for row in samples]

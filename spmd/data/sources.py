@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.errors import MeshError
+from ..kernels.errors import MeshError, SpecError
 from . import tar_files
 from .rows import Columns, Row
 
@@ -91,13 +91,17 @@ class _Rows:
             raise MeshError("reading Parquet and Arrow files needs pyarrow", remedy="pip install pyarrow") from None
         if path.endswith((".arrow", ".feather")):
             reader = pyarrow.ipc.open_file(pyarrow.memory_map(path))
-            self._groups = reader.num_record_batches
+            self._groups, names = reader.num_record_batches, reader.schema.names
             self._get = lambda group: _chosen(reader.get_batch(group), columns)
         else:
             file = parquet.ParquetFile(path)
-            self._groups = file.num_row_groups
+            self._groups, names = file.num_row_groups, file.schema_arrow.names
             chosen, threads = None if columns is None else list(columns), torch.get_num_threads() > 1
             self._get = lambda group: file.read_row_group(group, columns=chosen, use_threads=threads)
+        unknown = [name for name in columns or () if name not in names and name.partition(".")[0] not in names]
+        if unknown:  # pyarrow leaves them out of some files
+            problem = f"columns= of a Stream names what {path} does not have"
+            raise SpecError(problem, got=", ".join(map(repr, unknown)), expected=f"some of {names}")
         self._group, self._row = at
         self._columns: Columns | None = None
 

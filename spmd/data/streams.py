@@ -187,6 +187,8 @@ class Stream:
                 again.
             columns: None is all.
         """
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise SpecError("a Stream got no list of columns", got=repr(columns), remedy="list names; None is all")
         return Stream(_paths(paths), sources.Table(None if columns is None else tuple(columns)))
 
     @staticmethod

@@ -112,6 +112,12 @@ def test_a_collate_function_of_ones_own(shared_mesh):
     assert batches[0]["kind"] == "padded" and batches[0]["limit"] == 5
     assert batches[0]["scale"].spec == P() and batches[0]["scale"].item() == 0.5
     assert batches[0]["np"].spec == P("data") and batches[0]["np"].dtype is torch.float64
+    # What has no row for each sample is the same on all ranks, and in all virtual shards, or refused.
+    for counted in (len, lambda samples: torch.tensor(sum(map(len, samples)))):
+        for ranks, shards in ((2, None), (2, 2), (1, 4)):
+            collate = lambda samples, counted=counted: (torch.ones(len(samples), 1), counted(samples))  # noqa: E731
+            with pytest.raises(SpecError, match=r"(on all ranks|virtual shards).*a row for each sample"):
+                list(Loader(sentences, 5, collate_fn=collate, mesh=shared_mesh({"data": ranks}), shards=shards))
     # Of tensors too: the tree is then a map-style dataset.
     swapped = Loader(
         torch.arange(4), 2, mesh=shared_mesh({"data": 2}), shuffle=False, collate_fn=lambda s: -torch.stack(s)
@@ -527,7 +533,7 @@ def test_samples_of_several_sizes(shared_mesh):
     with pytest.raises(RuntimeError, match="equal size") as caught:
         next(iter(loader))
     if sys.version_info >= (3, 11):
-        assert re.search(r"collating samples of the Loader's list.*give a collate_fn=", "".join(caught.value.__notes__))
+        assert re.search(r"collating the Loader's samples.*give a collate_fn=", "".join(caught.value.__notes__))
 
 
 def test_a_loader_shipped_to_no_one_costs_nothing_and_one_is_shipped_once(shared_mesh):

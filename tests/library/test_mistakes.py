@@ -173,6 +173,14 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "prefetch_mb": (lambda m: Loader(X, 2, mesh=m, prefetch_mb=math.inf), "Loader got a bad prefetch_mb .*inf"),
     "loader's shards": (lambda m: Loader(X, 2, mesh=m, shards=0), "Loader got bad shards .*got 0"),
     "collate_fn": (lambda m: Loader(X, 2, mesh=m, collate_fn=3), "Loader takes a function .*int.*collate_fn="),
+    "collated columns": (
+        lambda m: Loader({"x": X, "y": X}, 2, mesh=m, collate_fn=list),
+        r"dict of columns, and a collate_fn.*StackDataset\(\*\*dataset\)",
+    ),
+    "a collated tuple": (
+        lambda m: Loader((X, np.arange(len(X))), 2, mesh=m, collate_fn=list),
+        r"tuple of columns, and a collate_fn.*StackDataset\(\*dataset\)",
+    ),
     "no batch": (lambda m: [*Loader(X, 2, mesh=m, collate_fn=print)], "collate_fn made no batch .*return"),
     "order of a stream": (
         lambda m: Loader(Stream([0], iter), 2, mesh=m, order="torch"),
@@ -183,7 +191,11 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "a step without results": (lambda m: evaluate(print, Loader(X, 2, mesh=m)), "step .* returns nothing.*sums"),
     "a step of words": (lambda m: evaluate(str, Loader(X, 2, mesh=m)), "what is no number .*str"),
     "a step of rows": (
-        lambda m: evaluate(spmd.spmd(data_parallel(rows), mesh=m), Loader(torch.arange(3), 2, mesh=m)),
+        lambda m: evaluate(spmd.spmd(data_parallel(rows), mesh=m), Loader(torch.arange(4), 2, mesh=m)),
+        "what each rank has a part of .*sums and counts",
+    ),
+    "a step of all rows": (
+        lambda m: evaluate(lambda batch: batch.full(), Loader(torch.arange(3), 2, mesh=m)),
         r"another shape for each batch .*\[2\], then \[1\].*sums and counts",
     ),
     "mix": (lambda m: Stream.mix([Stream([0], iter), 3]), "mix got streams and weights that don't fit .*3"),
@@ -194,6 +206,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "weights": (lambda m: Stream.mix([Stream([0], iter)], ["1"]), "mix got streams and weights .*'1'"),
     "no paths": (lambda m: Stream.jsonl(None), "a Stream got no list of paths .*None"),
+    "a column's name": (lambda m: Stream.parquet(["x"], columns="y"), "a Stream got no list of columns .*'y'"),
     "no shards": (lambda m: Stream(4, iter), "Stream got nothing to read .*4 for shards"),
     "keep": (lambda m: save("nowhere", {}, keep="1"), "save got a bad keep .*'1'"),
     "save as torch.save": (lambda m: save({"w": X}, "nowhere"), r"save got a bad path .*a dict.*save\(path, tree\)"),

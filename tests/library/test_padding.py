@@ -110,6 +110,24 @@ if __name__ == "__main__":
     whole = spmd.spmd(lambda x: x.sum(), in_specs=spmd.P(), mesh=mesh)
     even = next(iter(spmd.Loader([[1, 2], [3, 4]], 2, mesh=mesh, shuffle=False, collate_fn=pad)))["ids"]
     assert even.full().tolist() == [[1, 2], [3, 4]] and int(whole(even)) == 10 and even.shape == (2, 2)
+    w, x = torch.tensor([1.0, -2.0, 0.5]), torch.arange(33.0).view(11, 3)
+    views = lambda samples: torch.cat([torch.stack(samples), -3 * torch.stack(samples)])
+    step = spmd.spmd(spmd.data_parallel(spmd.value_and_grad(lambda w, batch: (batch @ w).square().mean())), mesh=mesh)
+    for ids, batch in zip(torch.arange(11).split(4), spmd.Loader([*x], 4, mesh=mesh, shuffle=False, collate_fn=views)):
+        loss, gradient = step(w, batch)
+        given = views([*x[ids]]) @ w.requires_grad_()
+        expected = given.square().mean()
+        expected.backward()
+        assert np.isclose(float(loss), float(expected)) and torch.allclose(gradient.full(), w.grad), (loss, expected)
+        assert batch.full().shape == (2 * len(ids), 3) and batch.shape[0] in (2 * len(ids), -1)
+        w = w.detach()
+    batches = [*spmd.Loader(torch.arange(8), 4, mesh=mesh)]
+    try:
+        batches[mesh.rank or 0].full()  # each launched rank another one, as after an error that one of them caught
+    except spmd.CollectiveMismatch as error:
+        assert "batch 0 of epoch 0" in str(error) and "batch 1 of epoch 0" in str(error), error
+    else:
+        assert mesh.is_driver
     if mesh.rank in (0, None):
         print("right")
 """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from spmd import Loader, Stream
+from spmd import Loader, SpecError, Stream
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -111,3 +111,12 @@ def test_missing_values_are_refused_as_torch_refuses_them(shared_mesh: Any, tmp_
     parquet.write_table(pyarrow.table({"x": [1, None, 3]}), tmp_path / "gaps.parquet")
     with pytest.raises((TypeError, RuntimeError), match="NoneType"):
         list(Loader(Stream.parquet([tmp_path / "gaps.parquet"]), 3, shards=1, mesh=shared_mesh({"data": 1})))
+
+
+def test_columns_that_a_file_lacks_are_refused(shared_mesh: Any, tmp_path: Path) -> None:
+    """PyArrow leaves them out of what it reads of a Parquet file."""
+    written(tmp_path)
+    for kind in ("parquet", "arrow"):
+        stream = Stream.parquet([tmp_path / f"rows.{kind}"], columns=["int64", "int65"])
+        with pytest.raises(SpecError, match=rf"names what .*rows.{kind} does not have .*'int64'.*got 'int65'"):
+            next(iter(Loader(stream, 6, mesh=shared_mesh({"data": 2}))))
