@@ -97,10 +97,11 @@ def checked_path(what: str, path: Any, remedy: str) -> Path:
 
 def checked_rank(what: str, rank: Any, size: int) -> int:
     """A rank of a mesh of `size` ranks as a Python integer; refuses anything else."""
-    if not is_whole(rank) or not 0 <= rank < size:
+    number = whole(rank)
+    if number is None or not 0 <= number < size:
         remedy = "ranks count from 0; mesh.size is how many there are"
         raise MeshError("there is no such rank", got=repr(rank), expected=f"0 to {size - 1}", where=what, remedy=remedy)
-    return int(rank)
+    return number
 
 
 def checked_ranks(what: str, ranks: Any, size: int) -> list[int]:

@@ -19,7 +19,7 @@ from .batch import BatchArgument, BatchSplit, Deal, common_length, refuse_lists
 from .mesh import Mesh
 from .program import InputLeaf, InputPlan, describe_path
 from .put import as_tensor, put_on, specs_for
-from .spec import RAGGED, P
+from .spec import RAGGED, REPLICATED, P, is_sharded
 
 
 class Request:
@@ -75,6 +75,7 @@ class Request:
                 check_value(leaf, functools.partial(self.where, index), cut=spec is not None and bool(spec.entries))
             if spec is not None or type(leaf) is Array:
                 self._check(index)
+        self._refuse_parts()
 
     def where(self, index: int) -> str:
         """Which argument a leaf belongs to, for messages."""
@@ -103,6 +104,23 @@ class Request:
         remedy = f"write None for {kind}, which every rank has {'alike' if kind == 'numbers' else 'whole'}; {make}"
         problem = f"{self.where(index)} cannot be cut by {self.specs[index]}"
         raise SpecError(problem, got=got, expected="a tensor or an array", remedy=remedy)
+
+    def _refuse_parts(self) -> None:
+        """Refuse a `Sharded` with whole values, which ranks would take for parts: it does not cut them."""
+        index = 0
+        for node in trees.leaves(self._tree, is_leaf=is_sharded):
+            declares = node.spec if is_sharded(node) else None
+            for _ in trees.leaves(node.local) if is_sharded(node) else (node,):
+                leaf, spec = self.leaves[index], self.specs[index]
+                if isinstance(leaf, Array) and spec is None:
+                    spec = leaf.spec
+                if declares is not None and (spec or REPLICATED) != declares and isinstance(leaf, torch.Tensor | Array):
+                    raise SpecError(
+                        f"{self.where(index)} is Sharded, which says that a value is a rank's part, and cuts none",
+                        got=f"{declares}, and {spec or REPLICATED} for the argument",
+                        remedy=f"pass put(x, {declares}), where x is the whole value",
+                    )
+                index += 1
 
     def _belonging_to(self, arguments: Sequence[int | str]) -> list[bool]:
         """For each leaf whether it belongs to one of these arguments."""

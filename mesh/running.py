@@ -187,6 +187,9 @@ class _Running(Future):
 
         super().add_done_callback(start)
 
+    def __reduce__(self) -> NoReturn:
+        raise MeshError("a future of mesh.submit cannot be pickled", remedy="pass what it gives, future.result()")
+
 
 def _call_back(fn: Callable[[Future], object], future: Future) -> None:
     try:

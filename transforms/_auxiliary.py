@@ -22,6 +22,7 @@ from ..mesh.region import Region, planned_session
 from ..mesh.replication.net import Net, active, differs_over
 from ..mesh.replication.values import digest
 from ._arguments import Argument, declared_axes, is_inexact
+from ._mean_of import MeanOf
 from ._plan import current_plan
 
 
@@ -43,6 +44,14 @@ class Auxiliary:
     @staticmethod
     def of(aux: Any, over: tuple[str, ...]) -> Auxiliary:
         given, treedef = trees.flatten(aux)
+        pairs = [number for number, leaf in enumerate(given) if isinstance(leaf, MeanOf)]
+        if pairs:
+            raise SpecError(
+                "aux has a mean_of, which only the value of the function that is differentiated can be",
+                got=f"aux{trees.paths(aux)[pairs[0]]}",
+                remedy='return the means over samples that it is made of, as {"right": (right & mask).float().mean(), '
+                '"counted": mask.float().mean()}, and divide one by the other afterwards',
+            )
         numbers = [isinstance(leaf, float | np.floating) for leaf in given]
         leaves = [
             torch.tensor(float(leaf), dtype=torch.float64, device="cpu") if number else as_tensor(leaf)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.arguments import check_function, checked_flag, is_whole
+from ..kernels.arguments import check_function, checked_flag, whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import compiled_from, in_torch_func, untraced
@@ -24,7 +24,7 @@ from ..mesh.region import Region, current, note_differentiated
 from ..mesh.replication.net import active
 from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
-from ._arguments import Argument, prepare
+from ._arguments import Argument, is_inexact, prepare
 from ._backward import Plain
 from ._call import Call, Strategy
 from ._empty_shards import EmptyShards
@@ -96,6 +96,7 @@ def _taken(transform: Callable, f: Callable, argnums: Any, has_aux: bool, axes: 
         expected = "None, the name of a mesh axis, or a tuple of them"
         raise SpecError(f"{what} got bad axes", got=repr(axes), expected=expected)
     has_aux = checked_flag(what, "has_aux", has_aux)
+    argnums = _numbers(argnums, f)
     if isinstance(f, Transformable):
         transform = functools.partial(transform, argnums=argnums, has_aux=has_aux, axes=axes)
         return f.transformed(transform, argnums, with_value, has_aux)
@@ -188,6 +189,13 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
             remedy="apply, params = functional(model) gives a model's parameters, torch.tensor(2.0) is a number's "
             "tensor; argnums= says which argument is meant",
         )
+    if given and not any(is_inexact(leaf) for leaf in given):
+        raise SpecError(
+            f"{name} is differentiated by whole numbers alone, for which every gradient is zero",
+            got=", ".join(sorted({str(leaf.dtype) for leaf in given if isinstance(leaf, torch.Tensor)})),
+            expected="a floating-point or complex tensor among them",
+            remedy="write torch.tensor(3.0) for torch.tensor(3), or x.float(); argnums= says which argument is meant",
+        )
     if plan.samples:
         frozen = sum(is_frozen(leaf) for leaf in given)
         remedy = "pass params of apply, params = functional(model), where a frozen model needs "
@@ -203,16 +211,30 @@ def _check_trainable(name: str, arguments: list[Argument], plan: Plan) -> None:
         )
 
 
-def _positions(argnums: Any, count: int, name: str) -> tuple[int, ...]:
-    chosen = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
-    for number in chosen:
-        if not is_whole(number) or not -count <= number < count:
-            raise SpecError(
-                f"grad got a bad argnums for {name}",
-                got=repr(argnums),
-                expected=f"below {count} positional arguments",
-                remedy="write has_aux=True" if number is True else "pass what is to be differentiated by position",
-            )
+def _numbers(argnums: Any, f: Callable) -> int | tuple[int, ...]:
+    """`argnums` in Python's own integers."""
+    several = isinstance(argnums, tuple | list | range)
+    numbers = [whole(number) for number in (argnums if several else (argnums,))]
+    found = tuple(number for number in numbers if number is not None)
+    if len(found) < len(numbers):
+        raise SpecError(
+            f"grad got a bad argnums for {getattr(f, '__name__', 'the function')}",
+            got=repr(argnums),
+            expected="a position, or a tuple of them",
+            remedy="write has_aux=True" if argnums is True else "write the number that the argument has, from 0",
+        )
+    return found if several else found[0]
+
+
+def _positions(argnums: int | tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
+    chosen = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(-count <= number < count for number in chosen):
+        raise SpecError(
+            f"grad got a bad argnums for {name}",
+            got=repr(argnums),
+            expected=f"below {count} positional arguments",
+            remedy="pass what is to be differentiated by position",
+        )
     positions = tuple(number % count for number in chosen)
     if len(set(positions)) < len(positions):
         raise SpecError(f"grad got a bad argnums for {name}", got=repr(argnums), expected="each argument at most once")

@@ -24,11 +24,12 @@ class MeanOf:
     def _computed_with(self, *_: object) -> NoReturn:
         raise SpecError(
             "a mean_of is a pair of numbers, and can't be computed with before both are summed over the mesh",
-            remedy="put what is added into the total: mean_of(losses.sum() + 0.01 * penalty * count, count)",
+            remedy="put what is added into the total: mean_of(losses.sum() + 0.01 * penalty * count, count); the mean "
+            "itself is the value that value_and_grad returns",
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _computed_with
-    __float__ = _computed_with
+    __pow__ = __rpow__ = __abs__ = __float__ = exp = log = sqrt = detach = item = backward = _computed_with
 
 
 @public

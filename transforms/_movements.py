@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels.arguments import checked_flag
+from ..kernels.arguments import checked_flag, whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from ..mesh.replication.net import Varying, active
@@ -229,13 +229,14 @@ def pbroadcast(x: Any, axis: Axis, source: int) -> Any:
         as `psum`, and SpecError for a bad `source`.
     """
     if is_dynamo_compiling() and traceable(
-        x, axis, replicates=True, fits=lambda _, size: isinstance(source, int) and 0 <= source < size
+        x, axis, replicates=True, fits=lambda _, size: type(source) is int and 0 <= source < size
     ):
         return each("pbroadcast", x, axis, source)
     axes, comm = group("pbroadcast", axis)
-    if not isinstance(source, int) or not 0 <= source < comm.size:
+    index = whole(source)
+    if index is None or not 0 <= index < comm.size:
         raise SpecError('pbroadcast got a bad "source"', got=repr(source), expected=f"0 to {comm.size - 1}")
-    return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, source), leaf), same=axes), x)
+    return each_leaf("pbroadcast", lambda leaf: known(leaf, run(Broadcast(comm, index), leaf), same=axes), x)
 
 
 def gather_written(

@@ -18,6 +18,7 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import break_graph, outside_torch_func
 from ..mesh import trees
+from ..mesh.array import Array
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.region import require
@@ -132,6 +133,7 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
                 f'{what} got unexpected type for argument "x"',
                 expected="a tensor, a number or a tree of them",
                 got=type(leaf).__name__,
+                remedy="pass its .local, this rank's part" if isinstance(leaf, Array) else "",
             )
         check_tensor(what, "x", leaf)
         return f(leaf)

@@ -566,6 +566,19 @@ def test_values_that_agree_without_being_identical(mesh):
     assert nans().full().isnan().tolist() == [True, False]
 
 
+def test_a_sharded_argument_is_cut_as_it_says(mesh):
+    x = torch.arange(4.0)
+    same = spmd(lambda tree: tree, mesh=mesh)
+    for whole in (Sharded(x, P("data")), {"w": [None, Sharded({"a": put(x, mesh=mesh)}, P("data"))]}):
+        for _ in range(2):
+            with pytest.raises(SpecError, match=r"is Sharded, .*got P\('data'\), and P\(\) for .*pass put\(x"):
+                same(whole)
+    cut = spmd(lambda tree: tree, mesh=mesh, in_specs=P("data"))
+    for part in (cut(Sharded(x, P("data"))), same(Sharded(put(x, P("data"), mesh=mesh), P("data")))):
+        assert part.spec == P("data") and torch.equal(part.full(), x)
+    assert torch.equal(same(Sharded(x, P())).full(), x)
+
+
 def test_what_is_returned_as_it_came_keeps_its_own_spec(mesh):
     x = put(torch.arange(4.0), P("data"), mesh=mesh)
 

@@ -125,6 +125,7 @@ def test_ranks_and_their_order(shared_mesh):
     assert (
         mesh.run(rank, ranks=[3, 0]) == [3, 0] and mesh.run(rank, ranks=(2,)) == [2] and mesh.run(rank, ranks=[]) == []
     )
+    assert mesh.run(rank, ranks=torch.tensor([2, 1])) == [2, 1]
     assert mesh.run(lambda: int(psum(torch.tensor(mesh.rank), "model")), ranks=[2, 3]) == [5, 5]
     for ranks, words in (([4], "no such rank .*got 4"), ([-1], "got -1"), ([1, 1], "named twice")):
         with pytest.raises(MeshError, match=words):
@@ -145,6 +146,8 @@ def test_submit(mesh, tmp_path):
     assert slow.result(HANGS) == "done"
     with pytest.raises(MeshError, match="no such rank"):
         mesh.submit(len, "x", rank=2)
+    with pytest.raises(MeshError, match=r"a future of mesh.submit cannot be pickled: .*future.result\(\)"):
+        mesh.submit(abs, futures[0])
 
 
 def test_submit_that_fails(mesh, tmp_path):

@@ -30,6 +30,7 @@ from spmd import (
     ppermute,
     psum,
     psum_scatter,
+    put,
     spmd,
 )
 
@@ -378,6 +379,7 @@ MISTAKES = {  # and what the message must say
     "size of a number": (lambda x: axis_size(3), ("axis_size got a bad", "3")),
     "barrier over an unknown axis": (lambda x: barrier("x"), ("barrier got an unknown", "'x'")),
     "a string": (lambda x: psum({"a": "b"}, "data"), ("psum got unexpected type", "str")),
+    "an Array": (lambda x: psum(put(x), "data"), ("psum got unexpected type", "Array", "its .local")),
     "nothing": (lambda x: psum(None, "data"), ("psum got unexpected type", "NoneType")),
     "dim too large": (lambda x: all_gather(x, "data", dim=3), ('all_gather got a bad "dim"', "-3 to 2", "3")),
     "tiled dim too large": (lambda x: all_gather(x, "data", dim=2, tiled=True), ("-2 to 1",)),
@@ -394,9 +396,17 @@ MISTAKES = {  # and what the message must say
     "a rank that is not there": (lambda x: ppermute(x, "data", [(0, 2)]), ("0 to 1", "(0, 2)")),
     "no pairs": (lambda x: ppermute(x, "data", [0, 1]), ('ppermute got a bad "perm"', "[0, 1]")),
     "a bad source": (lambda x: pbroadcast(x, "data", 2), ('pbroadcast got a bad "source"', "0 to 1", "2")),
+    "a flag for a source": (lambda x: pbroadcast(x, "data", True), ('pbroadcast got a bad "source"', "True")),
     "a negative source": (lambda x: pbroadcast(x, "data", -1), ('pbroadcast got a bad "source"',)),
     "the largest complex number": (lambda x: pmax(x + 0j, "data"), ("'max' is not defined",)),
 }
+
+
+def test_a_source_may_be_any_integer(shared_mesh):
+    def body():
+        return [pbroadcast(axis_index("data") + 5, "data", s).item() for s in (np.int64(1), torch.tensor(0), 1)]
+
+    assert shared_mesh({"data": 2}).run(body) == [[6, 5, 6]] * 2
 
 
 def test_mistakes_are_told_and_leave_the_region_in_order(shared_mesh):

@@ -890,6 +890,32 @@ def test_what_is_no_scalar_is_refused(f, text):
         grad(f)(torch.ones(3))
 
 
+def test_argnums_of_other_integers(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+
+    def f(a, b):
+        return (a * a * b).sum()
+
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    for number in (np.int64(1), torch.tensor(1), np.int32(-1)):
+        assert grad(f, number)(a, b).tolist() == [1.0, 4.0]
+        assert grad(spmd(f, mesh=mesh), number)(a, b).full().tolist() == [1.0, 4.0]
+    for numbers in (range(2), (np.int64(0), 1)):
+        assert [g.tolist() for g in grad(f, numbers)(a, b)] == [[6.0, 16.0], [1.0, 4.0]]
+        assert [g.full().tolist() for g in grad(spmd(f, mesh=mesh), numbers)(a, b)] == [[6.0, 16.0], [1.0, 4.0]]
+    with pytest.raises(SpecError, match=r"bad argnums for f.*a position"):
+        grad(spmd(f, mesh=mesh), 1.0)
+
+
+def test_whole_numbers_alone_are_refused():
+    def f(p):
+        return p["w"] * 2.0
+
+    with pytest.raises(SpecError, match=r"whole numbers alone.*got torch.int64\).*torch.tensor\(3.0\)"):
+        grad(f)({"w": torch.tensor(3), "note": None})
+    assert grad(f)({"w": torch.tensor(3.0), "steps": torch.tensor(3)})["steps"].item() == 0
+
+
 def test_argnums_of_true_is_not_the_second_argument():
     for transform in (grad, value_and_grad):
         with pytest.raises(SpecError, match=r"got a bad argnums.*got True.*write has_aux=True"):

@@ -221,6 +221,18 @@ def test_second_derivatives(shared_mesh: Callable[..., Mesh]) -> None:
     torch.testing.assert_close(step(torch.tensor(2.0), x).full(), (6 * 2 * x**3).mean())
 
 
+def test_a_pair_is_the_value_alone_and_no_number() -> None:
+    def both(w, x):
+        return (w * x).mean(), {"masked": mean_of((w * x).sum(), 4)}
+
+    w, x = torch.tensor(2.0), torch.tensor([3.0, 5.0])
+    with pytest.raises(SpecError, match=r"aux has a mean_of.*got aux\['masked'\].*means over samples"):
+        value_and_grad(both, has_aux=True)(w, x)
+    for use in (lambda pair: pair.detach(), lambda pair: pair**2, lambda pair: pair.item(), lambda pair: pair.exp()):
+        with pytest.raises(SpecError, match=r"a mean_of is a pair of numbers.*the value that value_and_grad returns"):
+            value_and_grad(lambda w, x, use=use: use(mean_of((w * x).sum(), 4)))(w, x)
+
+
 def test_outside_a_region() -> None:
     value, gradient = value_and_grad(lambda w, x: mean_of((w * x).sum(), 4))(
         torch.tensor(2.0), torch.tensor([3.0, 5.0])
