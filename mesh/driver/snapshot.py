@@ -19,6 +19,7 @@ import dataclasses
 import linecache
 import marshal
 import operator
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -240,9 +241,21 @@ def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
     numbers += [id(tensor.dtype) for tensor in tensors]
     numbers += [tensor.requires_grad for tensor in tensors]
     for tensor, address in zip(tensors, addresses, strict=True):
-        if address and tensor.is_cpu and tensor.nbytes >= _WORD and tensor.is_contiguous():
-            numbers += (_word_at(address).value, _word_at(address + tensor.nbytes - _WORD).value)
+        if address and tensor.is_cpu:
+            nbytes = tensor.nbytes if tensor.is_contiguous() else _extent_of(tensor)
+            if nbytes >= _WORD:
+                numbers += (_word_at(address).value, _word_at(address + nbytes - _WORD).value)
+            else:
+                numbers.append(int.from_bytes(ctypes.string_at(address, nbytes), sys.byteorder))
     return array.array("Q", numbers).tobytes()
+
+
+def _extent_of(tensor: torch.Tensor) -> int:
+    """The bytes from the first to the last element in memory, of a tensor with gaps or another order of dimensions."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _address_of(tensor: torch.Tensor) -> int:

@@ -31,6 +31,7 @@ SCALARS = (int, float, complex, str, bytes, bool, type(None))
 CONTAINERS = (list, tuple, set, dict, collections.deque)
 _SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
+_WHOLE_DATA = (*_SINGLE, *_OF_TORCH, np.ndarray, types.FunctionType, types.BuiltinFunctionType)
 _OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (
     types.ModuleType,
@@ -180,11 +181,12 @@ def _items(container: Any) -> list[Any]:
 
 
 def parts_of_data(obj: Any) -> list[Any] | None:
-    """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor or an array.
+    """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor, an array, a
+    module or a function.
 
     None of other objects.
     """
-    if isinstance(obj, (*_SINGLE, torch.Tensor, np.ndarray)):
+    if isinstance(obj, _WHOLE_DATA):
         return []
     if isinstance(obj, (*CONTAINERS, frozenset)):
         return list(obj) if type(obj) in (list, tuple, set, frozenset) else _items(obj)
@@ -245,9 +247,9 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     """A reader of what a module and its children have besides parameters and buffers.
 
     It tells whether numbers and texts in their attributes are as now, and gives what else may change: hooks, other
-    attributes (plain tensors, arrays, short containers and objects of these and of data alone), and those of their
-    classes that travel with the module, methods and all. What to read is found once: whether a child is another is for
-    others to see.
+    attributes (plain tensors, arrays, functions, short containers and objects of these and of data alone; of anything
+    else a reference, which tells whether it is another), and those of their classes that travel with the module,
+    methods and all. What to read is found once: whether a child is another is for others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
@@ -255,11 +257,16 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     hooks = [weakref.ref(table) for one in modules for table in torch_private.hooks(one)]
     plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
     parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+    others: list[tuple[weakref.ref[torch.nn.Module], str]] = []
     for one in modules:
         attributes, refer = vars(one), weakref.ref(one)
         own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
         names = [name for name, value in own.items() if _is_plain(value)]
-        parts += [(refer, name) for name, value in own.items() if name not in names and _may_change(value)]
+        for name in own.keys() - set(names):
+            if _may_change(own[name]):
+                parts.append((refer, name))
+            elif type(own[name]).__weakrefoffset__:
+                others.append((refer, name))
         # With an extra name, so that it always gives a tuple.
         get = operator.itemgetter(names[0], *names) if names else _nothing
         before = get(attributes)
@@ -279,9 +286,10 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
         try:
             if as_before():
                 hooked = [entry for refer in hooks if (table := refer()) for entry in table.items()]
-                others = (vars(refer())[name] for refer, name in parts)
-                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *others]
-        except (KeyError, ValueError, RuntimeError):  # an attribute is gone, or a tuple has arrays or tensors now
+                inside = (vars(refer())[name] for refer, name in parts)
+                which = (weakref.ref(vars(refer())[name]) for refer, name in others)
+                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *inside, *which]
+        except (KeyError, TypeError, ValueError, RuntimeError):  # an attribute is gone, a tuple has tensors now, ...
             pass
         return []
 
@@ -296,8 +304,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an array, or a container or an object that has nothing but these and data."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    """Whether it is a tensor, an array, a function, or a container or an object that has nothing but these and data."""
+    if isinstance(value, torch.Tensor | np.ndarray | types.FunctionType | types.MethodType):
         return True
     if isinstance(value, type):
         return False
