@@ -71,7 +71,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         read = _class_parts if obj.__module__ == "__main__" else _no_parts
     elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
         return None
-    elif "_changing" in vars(type(obj)) and type(obj).__module__.startswith(OWN):
+    elif type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_changing"):
         read = type(obj)._changing
     elif isinstance(obj, CONTAINERS):
         read = list if type(obj) in (list, tuple, set) else _items

@@ -377,6 +377,15 @@ def test_handles_are_not_looked_into(shared_mesh):
     assert not changed(lambda: holder, lambda: holder.append(2).get())
 
 
+def test_copies_that_apply_computes_with_are_not_looked_into():
+    apply, params = functional(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()))
+    function = lambda x: apply(params, x)  # noqa: E731
+    size = Snapshot(function).size
+    assert not changed(function, lambda: function(torch.ones(2)))
+    assert Snapshot(function).size == size
+    assert changed(function, lambda: setattr(apply.skeleton[1], "p", 0.1))
+
+
 def test_objects_that_hide_their_attributes():
     async def nothing():
         pass
