@@ -22,6 +22,7 @@ from ._functional_checks import (
     Origin,
     check_module,
     check_names,
+    fetched,
     no_tensor,
     warn_of_dropped,
     warn_of_frozen,
@@ -31,7 +32,6 @@ from ._functional_checks import (
 from .kernels import torch_private
 from .kernels.callsite import public
 from .kernels.errors import SpecError, no_attribute
-from .mesh.array import Array
 from .mesh.purity.captured_state import CapturedState
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
@@ -123,20 +123,20 @@ class Apply:
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
         self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
-        # In another process there is one at once: to make it breaks a graph, if the first call is compiled.
-        self._was_looked_at, self._idle = False, [] if isinstance(origin, Origin) else [_Runner(skeleton, compiled)]
+        # There is one at once: to make it would break a graph, if the first call is compiled.
+        self._was_looked_at, self._idle = False, [_Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
     def __reduce__(self):
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
             skeleton = without_parametrized_classes(self.skeleton)
-            return _load_parametrized, (type(self), skeleton, self._compiled, self._evaluates)
-        return type(self), (self.skeleton, self._compiled, self._evaluates)
+            return _load_parametrized, (type(self), skeleton, *self._changing()[1:])
+        return type(self), tuple(self._changing())
 
     def _changing(self) -> list[Any]:
-        """What a function that captures this one is sent again for: not what calls of it leave here."""
-        return [self.skeleton]
+        """What a function that captures this is sent again for: not what calls of it leave here."""
+        return [self.skeleton, self._compiled, self._evaluates]
 
     @property
     def _evaluates(self) -> bool:
@@ -180,9 +180,9 @@ class Apply:
             check_names("buffers", buffers, constants)
         memo: dict[int, Any] = {}
         for name, replica in own.items():
-            memo[id(replica)] = nn.Parameter(_fetched(params[name]), requires_grad=replica.requires_grad)
+            memo[id(replica)] = nn.Parameter(fetched(params[name]), requires_grad=replica.requires_grad)
         for name, value in (buffers or {}).items():
-            memo[id(constants[name])] = _fetched(value)
+            memo[id(constants[name])] = fetched(value)
         return torch_private.compile_parts(copied(self.skeleton, memo), self._compiled)
 
     @public
@@ -206,9 +206,9 @@ class Apply:
         own = dict(self.skeleton.named_parameters())
         check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
         return {
-            name: _fetched(state_dict[name])
+            name: fetched(state_dict[name])
             if replica.requires_grad
-            else nn.Parameter(_fetched(state_dict[name]), requires_grad=False)
+            else nn.Parameter(fetched(state_dict[name]), requires_grad=False)
             for name, replica in own.items()
         }
 
@@ -221,11 +221,11 @@ class Apply:
             runner = self._idle.pop()
         except IndexError:
             runner = _Runner(self.skeleton, self._compiled)
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() or torch_private.is_traced()
         looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
         try:
             kept = CapturedState([(runner.module, type(runner.module).__name__)], (), buffers=False) if looks else None
-            if self._has_run or compiling or torch_private.is_traced():
+            if self._has_run or compiling:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
                 with torch_private.eagerly(), Lent(self.skeleton, params, self._original()):
@@ -238,9 +238,9 @@ class Apply:
                     warn_of_kept(self.skeleton, kept)
             return out, new
         finally:
-            # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there.
-            # Tensors of a transform of torch.func must not outlive it.
-            keeps = torch.is_grad_enabled() and not torch_private.in_torch_func()
+            # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there; in
+            # a compiled graph it has them. Tensors of a transform of torch.func must not outlive it.
+            keeps = torch.is_grad_enabled() and not (torch_private.in_torch_func() or torch.compiler.is_compiling())
             if not keeps or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
 
@@ -329,13 +329,6 @@ def _load_parametrized(
         if isinstance(names, nn.ModuleDict):
             torch_private.inject_parametrizations(submodule, names)
     return apply(skeleton, compiled, evaluates)
-
-
-def _fetched(value: Any) -> Tensor:
-    value = value.full() if isinstance(value, Array) else value
-    if not isinstance(value, Tensor):
-        raise no_tensor(value)
-    return value.detach().clone()
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError
 from .kernels.flat import strided_parts
 from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func, is_exported
+from .mesh.array import Array
 from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
 from .mesh.region import current, planned_session
@@ -93,6 +94,14 @@ def no_tensor(value: Any) -> SpecError:
     """The error for a parameter or a buffer that is no tensor."""
     problem, remedy = "apply got a parameter or a buffer that is no tensor", "pass what functional returned"
     return SpecError(problem, got=repr(value)[:60], expected="a tensor or an Array", remedy=remedy)
+
+
+def fetched(value: Any) -> torch.Tensor:
+    """A copy of a parameter, which may be on a mesh."""
+    value = value.full() if isinstance(value, Array) else value
+    if not isinstance(value, torch.Tensor):
+        raise no_tensor(value)
+    return value.detach().clone()
 
 
 class Lent(DispatchMode):

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import array
 import collections
-import ctypes
 import dataclasses
 import marshal
 import operator
 import types
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...kernels import torch_private
 from ..array import Array
 from ..pickling.references import (
     CONTAINERS,
@@ -36,10 +33,10 @@ from ..pickling.references import (
     Reader,
     bytes_of_array,
     parts_of_data,
-    plain_state_of,
     readers_of,
     used_by,
 )
+from ..pickling.tensor_changes import changes_of, plain_state_of, state_of, state_of_tensors, tensors_in
 from ..spec import RAGGED
 
 _LOOKED_AT = 4096  # values at most
@@ -48,8 +45,6 @@ _OF_TENSORS = (dict, collections.OrderedDict, list, tuple)
 _TEXT = 16  # characters of a text that count as a value
 _BUFFER_BYTES = 1 << 16  # bytearrays and arrays of Python up to this size are compared
 _COMPARED = 64  # values of a large array of NumPy
-_WORD = 8  # bytes
-_word_at = ctypes.c_uint64.from_address
 
 
 class Snapshot:
@@ -228,13 +223,13 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     """The ways to look at an object and inside it, each with the depth of what it finds."""
-    if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and _tensors_in(obj):
-        return [(_state_of_tensors, DEPTH)]
+    if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and tensors_in(obj):
+        return [(state_of_tensors, DEPTH)]
     readers = readers_of(obj, depth)
     if isinstance(obj, torch.Tensor):
-        readers.append((_changes_of_one, DEPTH))
+        readers.append((changes_of, DEPTH))
     elif isinstance(obj, torch.nn.Module):
-        readers.append((_state_of, DEPTH))
+        readers.append((state_of, DEPTH))
         readers.append((plain_state_of(obj), depth))
     elif isinstance(obj, np.ndarray):
         if isinstance(obj, np.memmap):
@@ -246,22 +241,6 @@ def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _BUFFER_BYTES:
         readers.append((_bytes_of_buffer, DEPTH))
     return readers
-
-
-def _tensors_in(container: Any) -> list[torch.Tensor]:
-    """The tensors of a container that has nothing else; none of others."""
-    entries = list(container.values() if isinstance(container, dict) else container)
-    return entries if all(isinstance(one, torch.Tensor) for one in entries) else []
-
-
-def _state_of_tensors(container: Any) -> list[Any]:
-    tensors = _tensors_in(container)
-    keys = container if isinstance(container, dict) else ()
-    return [*keys, *map(weakref.ref, tensors), _changes_of(tensors)] if tensors else []
-
-
-def _changes_of_one(tensor: Any) -> list[Any]:
-    return [_changes_of([tensor])]
 
 
 def _look_through(container: Any, most: int) -> tuple[Reader | None, int]:
@@ -302,48 +281,3 @@ def _objects_in(array: Any) -> list[Any]:
 
 def _bytes_of_buffer(buffer: Any) -> list[Any]:
     return [bytes(buffer)]
-
-
-def _changes_of(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Numbers that differ after a change: versions, addresses, dtypes, whether gradients are wanted, and the first and
-    last word of each tensor.
-
-    Torch's version misses `tensor.data = other` and `module.double()`. It also misses `tensor.data.mul_(0.99)`, as in
-    an average of weights, which the words show.
-    """
-    numbers = torch_private.versions(tensors)
-    try:
-        addresses = list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # one has no memory of its own
-        addresses = list(map(_address_of, tensors))
-    numbers += addresses
-    numbers += [id(tensor.dtype) for tensor in tensors]
-    numbers += [tensor.requires_grad for tensor in tensors]
-    for tensor, address in zip(tensors, addresses, strict=True):
-        if address and tensor.is_cpu and tensor.nbytes >= _WORD and tensor.is_contiguous():
-            numbers += (_word_at(address).value, _word_at(address + tensor.nbytes - _WORD).value)
-    return array.array("Q", numbers).tobytes()
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _state_of(module: Any) -> list[Any]:
-    """Everything of a module and its children that is likely to change: tensors, versions, the training flags."""
-    modules, seen = [module], {id(module)}
-    tensors: list[Any] = []
-    for one in modules:
-        for child in torch_private.children(one):
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-        tensors += torch_private.parameters(one).values()
-        tensors += torch_private.buffers(one).values()
-    there = [tensor for tensor in tensors if tensor is not None]
-    which = [None if tensor is None else weakref.ref(tensor) for tensor in tensors]
-    training = bytes(one.training for one in modules)
-    return [*map(weakref.ref, modules), *which, training, _changes_of(there)]

@@ -11,11 +11,9 @@ import dataclasses
 import dis
 import enum
 import functools
-import itertools
 import logging
 import operator
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +27,9 @@ from .operators import named_among
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
 CONTAINERS = (list, tuple, set, dict, collections.deque)
-_SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
+SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
+_WHOLE_DATA = (*SINGLE, *_OF_TORCH, np.ndarray, types.FunctionType, types.BuiltinFunctionType)
 _OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (
     types.ModuleType,
@@ -42,7 +41,6 @@ DEPTH = 6  # levels of objects and containers: a subset, its dataset, the transf
 OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 _ARRAY_BYTES = 1 << 16  # arrays up to this size are read whole
-_PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
 
 
 Reader = Callable[[Any], list[Any]]
@@ -180,11 +178,12 @@ def _items(container: Any) -> list[Any]:
 
 
 def parts_of_data(obj: Any) -> list[Any] | None:
-    """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor or an array.
+    """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor, an array, a
+    module or a function.
 
     None of other objects.
     """
-    if isinstance(obj, (*_SINGLE, torch.Tensor, np.ndarray)):
+    if isinstance(obj, _WHOLE_DATA):
         return []
     if isinstance(obj, (*CONTAINERS, frozenset)):
         return list(obj) if type(obj) in (list, tuple, set, frozenset) else _items(obj)
@@ -200,18 +199,6 @@ def bytes_of_array(array: np.ndarray, most: int) -> bytes:
         return array.tobytes()
     step = max(1, (array.size - 1) // (most - 1))
     return array.flat[::step].tobytes() + array.flat[-1:].tobytes()
-
-
-def _is_data(values: list[Any]) -> bool:
-    """Whether there is nothing but data, tensors and arrays in them, at any depth, and not too many to tell."""
-    left, count = values, 0
-    while left and count + len(left) <= _PARTS:
-        parts = parts_of_data(left.pop())
-        if parts is None:
-            return False
-        count += 1
-        left += parts
-    return not left
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,75 +222,6 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names.update(_global_names(constant))
     return tuple(sorted(names))
-
-
-def _nothing(attributes: dict[str, Any]) -> tuple:
-    return ()
-
-
-def plain_state_of(module: torch.nn.Module) -> Reader:
-    """A reader of what a module and its children have besides parameters and buffers.
-
-    It tells whether numbers and texts in their attributes are as now, and gives what else may change: hooks, other
-    attributes (plain tensors, arrays, short containers and objects of these and of data alone), and those of their
-    classes that travel with the module, methods and all. What to read is found once: whether a child is another is for
-    others to see.
-    """
-    modules = list(module.modules())
-    classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
-    held = [weakref.ref(one) for one in classes]
-    hooks = [weakref.ref(table) for one in modules for table in torch_private.hooks(one)]
-    plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
-    parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-    for one in modules:
-        attributes, refer = vars(one), weakref.ref(one)
-        own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
-        names = [name for name, value in own.items() if _is_plain(value)]
-        parts += [(refer, name) for name, value in own.items() if name not in names and _may_change(value)]
-        # With an extra name, so that it always gives a tuple.
-        get = operator.itemgetter(names[0], *names) if names else _nothing
-        before = get(attributes)
-        plain.append((refer, len(attributes), get, tuple(map(type, before)), before))
-
-    def as_before() -> bool:
-        for refer, count, get, kinds, before in plain:
-            one = refer()
-            if one is None or len(attributes := vars(one)) != count:
-                return False
-            now = get(attributes)
-            if tuple(map(type, now)) != kinds or now != before:  # an array, of another type, is not compared
-                return False
-        return True
-
-    def read(_: Any) -> list[Any]:
-        try:
-            if as_before():
-                hooked = [entry for refer in hooks if (table := refer()) for entry in table.items()]
-                others = (vars(refer())[name] for refer, name in parts)
-                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *others]
-        except (KeyError, ValueError, RuntimeError):  # an attribute is gone, or a tuple has arrays or tensors now
-            pass
-        return []
-
-    return read
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, an Enum's member and the like, or a tuple of these."""
-    if type(value) is tuple:
-        return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
-    return isinstance(value, _SINGLE)
-
-
-def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an array, or a container or an object that has nothing but these and data."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return True
-    if isinstance(value, type):
-        return False
-    parts = parts_of_data(value)
-    inside = list(getattr(value, "__dict__", {}).values()) if parts is None else parts
-    return bool(inside) and len(inside) <= LOOKED_INTO * (1 + isinstance(value, dict)) and _is_data(inside)
 
 
 def used_by(function: types.FunctionType) -> dict[str, Any]:

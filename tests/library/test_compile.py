@@ -620,3 +620,18 @@ def test_a_new_rank_compiles_a_module_in_one_graph(with_compiler, make_mesh):
     assert float(value) == float(before[0][0])
     assert all(torch.equal(grads[name].full(), before[0][1][name].full()) for name in grads)
     assert all(mesh.run(compiled_by_counting))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_function_of_a_module_is_compiled_in_one_graph_before_it_was_called(with_compiler, make_mesh):
+    module, x = torch.nn.Linear(3, 1), torch.ones(2, 3)
+    apply, params = functional(module)
+    assert torch.equal(torch.compile(apply, fullgraph=True, backend="eager")(params, x), module(x))
+    mesh = make_mesh({"data": 2})
+    loss = torch.compile(lambda p, x: (apply(p, x) - apply(p, 3 * x)).mean(), fullgraph=True, backend="eager")
+    step = spmd.spmd(lambda p, x: value_and_grad(loss)(p, x), mesh=mesh)
+    for mode in (True, False, True):  # the third is compiled at once, as the first is followed no more
+        apply, params = functional(module.train(mode))
+        value, grads = step(params, x)
+        assert float(value) == float(loss(params, x))
+        assert torch.equal(grads["weight"].full(), torch.full((1, 3), -2.0))

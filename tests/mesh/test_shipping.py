@@ -231,6 +231,29 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
         assert changed(function, lambda held=held: held.__imul__(2))
 
 
+def test_functions_among_the_attributes_of_a_module():
+    net, gain = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Identity())), 1.0
+
+    def rebind():
+        nonlocal gain
+        gain += 1
+
+    function, inner = lambda x: net(x), net[0][0]
+    scaled, teacher = lambda x: gain * x, torch.nn.Linear(2, 2)
+    inner.act, inner.bound = torch.relu, types.MethodType(scaled, inner)
+    inner.table, inner.hidden, inner.lock = {"scaled": scaled}, [teacher], threading.Lock()
+    assert not changed(function, lambda: None)
+    assert changed(function, lambda: setattr(inner, "act", torch.tanh))
+    assert changed(function, rebind)
+    assert changed(function, lambda: inner.table.update(scaled=torch.tanh))
+    assert changed(function, lambda: setattr(inner, "act", scaled))
+    assert changed(function, lambda: setattr(inner, "bound", types.MethodType(torch.tanh, inner)))
+    assert changed(function, rebind)  # which `act` still uses
+    assert changed(function, lambda: teacher.weight.data.mul_(2))
+    assert changed(function, lambda: setattr(inner, "lock", threading.Lock()))  # it is not looked into
+    assert not changed(function, lambda: None)
+
+
 def test_hooks_of_a_module_and_of_its_parts():
     net, gain = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Identity())), 1.0
 
@@ -296,8 +319,11 @@ def test_tensors_and_modules_in_place():
     assert changed(lambda: tensor, lambda: tensor.requires_grad_())
     tensor = torch.zeros(3)
     assert changed(lambda: tensor, lambda: tensor.numpy().fill(4.0))
+    for one in (torch.zeros(1), torch.zeros(3, dtype=torch.bool), torch.zeros((), dtype=torch.bfloat16)):
+        assert changed(lambda one=one: one, lambda one=one: one.data[..., None].fill_(1))  # of few bytes
     long = torch.zeros(9)
-    assert changed(lambda: long, lambda: long.data[-1:].add_(1))
+    for one in (long, torch.zeros(3, 4).t(), torch.zeros(8, 8)[::2, 1:4], torch.zeros(1).expand(9)):
+        assert changed(lambda one=one: one, lambda one=one: one.data.view_as(one)[-1].add_(1))
     assert not changed(lambda: long, lambda: long.data[4:5].add_(1))  # the documented limit
     others = torch.zeros(0), torch.zeros((), dtype=torch.bool), long.to_sparse(), torch.empty(3, device="meta")
     assert not changed(lambda: others, lambda: None)
@@ -359,7 +385,9 @@ def test_a_module_made_functional_is_its_skeleton(compiled):
     if compiled:
         module.compile(backend="eager")
     apply, params, buffers = functional_with_buffers(module)
+    size = Snapshot(lambda: apply).size
     assert not changed(lambda: apply, lambda: apply(params, buffers, torch.ones(3, 2)))
+    assert Snapshot(lambda: apply).size == size
     assert changed(lambda: apply, lambda: setattr(apply.skeleton[0], "bias", None))
 
 
