@@ -33,9 +33,9 @@ class HeldArrays:
     ) -> Array:
         """The Array with a number, of a global shape, and its value before the first call if there is one."""
         if number not in self._arrays:
-            array = Array(self._mesh, self._values(tensors[0], shape, specs[0]), 0, tensors[0])
-            array._source.hold(array)
-            self._arrays[number] = array, shape
+            values = self._values(tensors[0], shape, specs[0])
+            self._arrays[number] = Array(self._mesh, values, 0, tensors[0]), shape
+            values.hold(self._arrays[number][0])
         return self._arrays[number][0]
 
     def bind(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
@@ -56,8 +56,9 @@ class HeldArrays:
                     where=self._session.where(),
                     remedy="call again, now that the shape is known",
                 )
-            array._source, array._index, array._shard = self._values(tensor, shape, spec), 0, tensor
-            array._source.hold(array)
+            values = self._values(tensor, shape, spec)
+            array._source, array._index, array._shard = values, 0, tensor
+            values.hold(array)
 
     def _values(self, tensor: torch.Tensor | None, shape: tuple[int, ...], spec: P) -> LocalValues:
         about = meta(shape, torch.float32 if tensor is None else tensor.dtype, spec)
