@@ -130,7 +130,7 @@ class CompiledCall:
     ):
         self._session, self._mesh, self._program, self._treedef, self._plan = session, mesh, program, treedef, plan
         self._donating = plan.donating
-        self._held, self._arrays = held, sum(leaf.kind == "array" for leaf in plan.leaves)
+        self.held, self._arrays = held, sum(leaf.kind == "array" for leaf in plan.leaves)
         self._has_values = any(leaf.kind == "value" for leaf in plan.leaves)
         self._array_specs: list[P] | None = None  # of the arguments on the mesh, in the last call
         self._inputs: list[_Input | None] = []
@@ -156,12 +156,11 @@ class CompiledCall:
         """Describe the next results in full, even if they are like the last."""
         self._results.forget()
 
-    def arguments(self, tensors: list[Any], specs: list[P]) -> tuple[list[Any], list[P]]:
-        """Of a call's values the arguments; the others are bound to the Arrays that the program captures."""
-        if self._held:
-            self._held.bind(tensors[self._arrays :], specs[self._arrays :])
-            return tensors[: self._arrays], specs[: self._arrays]
-        return tensors, specs
+    def bind(self, tensors: list[Any], specs: list[P]) -> tuple[list[Any], list[P]]:
+        """Of a call's values the arguments; the others are bound to the Arrays that the program captures (`held`)."""
+        assert self.held is not None
+        self.held.bind(tensors[self._arrays :], specs[self._arrays :])
+        return tensors[: self._arrays], specs[: self._arrays]
 
     def together(self, tensors: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """All leaves in order, merged from those on the mesh and the others."""

@@ -46,6 +46,7 @@ class Shipped:
         self.before: snapshot.Snapshot | None = None
 
 
+_Functions = weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]]
 # What to do about one that can't be pickled.
 _OF_A_FUNCTION = (
     "pass what it needs as an argument, make it inside the function or in a module that it imports, or keep it on a "
@@ -74,7 +75,8 @@ class ShippedObjects:
         self._naming_values: dict[str, Collection[int]] = {}  # with the calls whose values they are
         self._unread: set[str] = set()  # by some rank, mostly because files or a module are missing there: sent again
         self._treedefs: weakref.WeakValueDictionary[Any, Shipped] = weakref.WeakValueDictionary()
-        self._functions: weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]] = weakref.WeakKeyDictionary()
+        # By whether values are passed with each call; an `@spmd` function may also be run by `mesh.run`.
+        self._functions: tuple[_Functions, _Functions] = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
         self._path = list(sys.path)
         self._sources: dict[str, list[str]] = {}
         self.followed: dict[tuple[str, int], frozenset[str]] = {}
@@ -129,19 +131,17 @@ class ShippedObjects:
     def ship_function(self, function: Any) -> Shipped:
         """Ship a function, pickling it again only if what it refers to has changed."""
         self.follow_reloads()
-        return self._ship(function, function, function, holds=False)[0]
+        return self.ship_program(function, function, function, holds=False)[0]
 
-    def ship_program(self, function: Any, obj: Any, holder: Any) -> tuple[Shipped, list[Array]]:
-        """As `ship_function`, for a program `obj` made from a function; with the Arrays to be passed with each call.
+    def ship_program(self, function: Any, obj: Any, holder: Any, *, holds: bool = True) -> tuple[Shipped, list[Array]]:
+        """As `ship_function`, for a program `obj` made from a function.
 
         Args:
             holder: lives as long as the program is worth keeping on the ranks.
+            holds: whether the values of the Arrays that it captures are passed with each call; these are returned, too.
         """
-        return self._ship(function, obj, holder, holds=True)
-
-    def _ship(self, function: Any, obj: Any, holder: Any, *, holds: bool) -> tuple[Shipped, list[Array]]:
         try:
-            known = self._functions.get(holder)
+            known = self._functions[holds].get(holder)
         except TypeError:  # it can't be hashed, or not be referred to weakly
             known, holder = None, None
         if known is not None and self.has(known[1].key):
@@ -165,7 +165,7 @@ class ShippedObjects:
             ) from None
         shipped.kind, shipped.before = found.kind, known and known[0]
         if holder is not None:
-            self._functions[holder] = (found, shipped)
+            self._functions[holds][holder] = (found, shipped)
         return shipped, held
 
     def ship_treedef(self, treedef: Any) -> Shipped:

@@ -152,7 +152,7 @@ class Snapshot:
             if number < len(arrays):
                 alike = array is arrays[number]
             else:
-                alike = type(array) is Array and _is_exchanged(array) and array.hint() == self._hints[number]
+                alike = type(array) is Array and array.hint() is self._hints[number] and array.deal is None
                 arrays.append(array)
             if not alike:
                 return None

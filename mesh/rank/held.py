@@ -18,25 +18,57 @@ from .local_values import LocalValues
 from .session import RankSession
 
 
+class _Held:
+    """One of them: an Array, of a global shape, and what its last value was like."""
+
+    __slots__ = ("array", "dtype", "part", "shape", "spec")
+
+    def __init__(self, mesh: Any, shape: tuple[int, ...]):
+        self.array, self.shape = Array(mesh, None, 0), shape  # type: ignore[arg-type]  # a value is bound to it at once
+        self.dtype: torch.dtype | None = None
+        self.spec: P | None = None
+        self.part: tuple[int, ...] = ()  # the shape of this rank's part
+
+    def bind(self, session: RankSession, tensor: torch.Tensor | None, spec: P) -> None:
+        """Give the Array a value of another kind than the last; None for one that was donated."""
+        if tensor is None:
+            self.dtype = self.spec = None
+            values = LocalValues(session, [], [meta(self.shape, torch.float32, spec)])
+            values.donated[0] = "an earlier call"
+        else:
+            part = session.layout.shard_shape(self.shape, spec, session.rank)
+            if tuple(tensor.shape) != part:
+                raise MeshError(
+                    "an Array that the function captures has another shape than before",
+                    got=f"{list(tensor.shape)} on this rank",
+                    expected=f"{list(part)}, its part of {list(self.shape)}",
+                    where=session.where(),
+                    remedy="call again, now that the shape is known",
+                )
+            self.dtype, self.spec, self.part = tensor.dtype, spec, part
+            values = LocalValues(session, [], [meta(self.shape, tensor.dtype, spec)])
+        self.array._source, self.array._shard = values, tensor
+        values.hold(self.array)
+
+
 class HeldArrays:
     """Those of one program, by the numbers that the driver has given them."""
 
     def __init__(self, session: RankSession, mesh: Any):
         self._session, self._mesh = session, mesh
-        self._arrays: dict[int, tuple[Array, tuple[int, ...]]] = {}
+        self._held: dict[int, _Held] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._arrays)
+        return bool(self._held)
 
     def array(
         self, number: int, shape: tuple[int, ...], tensors: Sequence[Any] = (None,), specs: Sequence[P] = (REPLICATED,)
     ) -> Array:
         """The Array with a number, of a global shape, and its value before the first call if there is one."""
-        if number not in self._arrays:
-            values = self._values(tensors[0], shape, specs[0])
-            self._arrays[number] = Array(self._mesh, values, 0, tensors[0]), shape
-            values.hold(self._arrays[number][0])
-        return self._arrays[number][0]
+        if number not in self._held:
+            self._held[number] = _Held(self._mesh, shape)
+            self._held[number].bind(self._session, tensors[0], specs[0])
+        return self._held[number].array
 
     def bind(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:
         """Give each the value of this call; None for one that was donated.
@@ -44,25 +76,14 @@ class HeldArrays:
         Raises:
             MeshError: a value has another shape than the driver could know.
         """
-        for number, (array, shape) in self._arrays.items():
-            tensor, spec = tensors[number], specs[number]
-            if tensor is not None and tuple(tensor.shape) != self._session.layout.shard_shape(
-                shape, spec, self._session.rank
+        for number, held in self._held.items():
+            tensor = tensors[number]
+            if (
+                tensor is not None
+                and specs[number] == held.spec
+                and tensor.dtype is held.dtype
+                and tensor.shape == held.part
             ):
-                raise MeshError(
-                    "an Array that the function captures has another shape than before",
-                    got=f"{list(tensor.shape)} on this rank",
-                    expected=f"its part of {list(shape)}",
-                    where=self._session.where(),
-                    remedy="call again, now that the shape is known",
-                )
-            values = self._values(tensor, shape, spec)
-            array._source, array._index, array._shard = values, 0, tensor
-            values.hold(array)
-
-    def _values(self, tensor: torch.Tensor | None, shape: tuple[int, ...], spec: P) -> LocalValues:
-        about = meta(shape, torch.float32 if tensor is None else tensor.dtype, spec)
-        values = LocalValues(self._session, [], [about])
-        if tensor is None:
-            values.donated[0] = "an earlier call"
-        return values
+                held.array._shard = tensor
+            else:
+                held.bind(self._session, tensor, specs[number])

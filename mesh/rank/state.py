@@ -255,7 +255,7 @@ class RankState:
             noted = self._noted.setdefault(planned.first or key, Noted())
             if len(self._noted) > _REMEMBERED:
                 self._noted.pop(next(iter(self._noted)))
-            held = self._held[planned.program]
+            held = self._held[planned.program] or None
             call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, noted, held)
             self._calls[key] = call
         return call

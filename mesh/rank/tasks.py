@@ -25,7 +25,9 @@ from .state import RankState
 
 def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Packet) -> Any:
     call = state.compiled(task.call)
-    tensors, specs = call.arguments(*state.values.gather(task.arrays))
+    tensors, specs = state.values.gather(task.arrays)
+    if call.held is not None:
+        tensors, specs = call.bind(tensors, specs)
     others = state.read(packet) if task.values is None else task.values
     leaves, check = call.together(tensors, others), Check(task.check)
     outcome = call(leaves, specs, task.key, check=check, again=task.again)
