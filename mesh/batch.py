@@ -69,14 +69,13 @@ class BatchSplit:
     """How the batch of a call was split before its region began.
 
     Attributes:
-        axis, total: over which axis, and dimension 0 of the whole; None if the function is no `data_parallel` step.
+        axis: over which; None if the function is no `data_parallel` step.
         shards: over how many virtual shards a `Loader` dealt it; None if no `Loader` did, or without shards.
         sizes: of these shards, if they differ from what dealing samples one by one gives.
         in_shards: whether the function runs over several virtual shards of it, of which one rank may have all.
     """
 
     axis: str | None = None
-    total: int | None = None
     shards: int | None = None
     sizes: tuple[int, ...] | None = None
     in_shards: bool = False

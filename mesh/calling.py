@@ -117,6 +117,7 @@ class _Ready:
     deal: Deal | None
     plan: InputPlan
     moves: list[tuple[int, Any]]
+    total: int | None
     sized: list[int]
     known: DriverCall | LaunchedCall | None
 
@@ -134,12 +135,12 @@ def _ready(
     if known is None or not known.accepts(mesh, leaves, spans):
         wanted = callee.request(mesh, *tree)
         signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
-        settled = wanted.plan(settings), _moves(leaves, wanted), _sized(wanted)
+        settled = wanted.plan(settings), _moves(leaves, wanted), wanted.total, _sized(wanted)
         return _Ready(wanted.leaves, treedef, spans_of(wanted.leaves), signature, deal, *settled, None)
     for index, spec in known.moves:
         leaves[index] = put_on(mesh, leaves[index], spec)
     spans = spans_of(leaves) if known.moves else spans
-    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known.sized, known)
+    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known.total, known.sized, known)
 
 
 def _with_held(leaves: list[Any], spans: Sequence[Span], held: list[Array]) -> tuple[list[Any], list[Span]]:
@@ -166,7 +167,7 @@ def _compiled(
         before = None if shipped is None else shipped.before
         changed = "" if before is None or not calls.renewals.warns else before.changed_part(callee.source)
         calls.renewals.note(program.name, changed, quiet=mesh.rank not in (None, 0))
-    settled = ready.treedef, ready.plan, ready.moves
+    settled = ready.treedef, ready.plan, ready.moves, ready.total
     choice = _choice(ready.leaves, ready.plan)
     made: DriverCall | LaunchedCall
     if shipped is not None:
@@ -176,7 +177,7 @@ def _compiled(
     elif (alike := calls.planned.get((ready.treedef, ready.plan, choice))) is None:
         made = LaunchedCall(mesh, session, program, *settled, choice)
     else:
-        made = alike.for_other_shapes(ready.moves)
+        made = alike.for_other_shapes(ready.moves, ready.total)
     made.sized = ready.sized
     return made, held
 

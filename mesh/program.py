@@ -169,7 +169,9 @@ class CompiledCall:
         on_mesh, beside = iter(tensors), iter(others)
         return [next(on_mesh if leaf.kind == "array" else beside) for leaf in self._plan.leaves]
 
-    def __call__(self, values: list[Any], specs: list[P], key: tuple, *, check: Check, again: int = 0) -> Outcome:
+    def __call__(
+        self, values: list[Any], specs: list[P], key: tuple, *, check: Check, again: int = 0, total: int | None = None
+    ) -> Outcome:
         """Run the program on this rank.
 
         Args:
@@ -177,7 +179,7 @@ class CompiledCall:
             specs: of the leaves on the mesh.
             key: what its random numbers are made from.
             check: how thoroughly to check what should be the same on several ranks.
-            again: as in `CallProgram`.
+            again, total: as in `CallProgram`.
         """
         if specs != self._array_specs:
             self._inputs = self._inputs_of(specs)
@@ -202,7 +204,7 @@ class CompiledCall:
         if watched is not None:
             self._noted.looked_at.clear()
         region = Region(
-            *(self._session, key, self._mesh, self._program.body, self._plan.batch),
+            *(self._session, key, self._mesh, self._program.body, self._plan.batch, total),
             pure=True,
             captured=self._captured.trainable,
             noted=self._noted,

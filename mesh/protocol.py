@@ -136,6 +136,7 @@ class CallProgram(Task):
         arrays: the arguments that are on the ranks, and then the Arrays that the program captures, by the numbers that
             they have in it; zeros stand for one that was donated before.
         values: the others, in order; None: they are the content.
+        total: how many rows the batch has, if there is one and that is known.
     """
 
     call: str
@@ -145,6 +146,7 @@ class CallProgram(Task):
     again: int
     arrays: Spans
     values: tuple | None
+    total: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

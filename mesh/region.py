@@ -60,7 +60,7 @@ class Region:
         session: the mesh as this rank knows it.
         key: what this region's random numbers are made from.
         body: the function that runs in it, of an @spmd function.
-        batch: how the batch that came in was split.
+        batch, total: how the batch that came in was split, and how many rows it has, if that is known.
         plan: of the `data_parallel` step that is running, `transforms._plan.Plan`.
         random: what the generators were last seeded with.
         keys: how many keys were derived from that.
@@ -82,6 +82,7 @@ class Region:
     mesh: Any = None
     body: Any = None
     batch: BatchSplit = dataclasses.field(default_factory=BatchSplit)
+    total: int | None = None
     plan: object = None
     random: tuple = ()
     keys: int = 0

@@ -35,6 +35,7 @@ class Request:
         leaves, treedef: of (args, kwargs), with NumPy arrays as tensors.
         specs: for each leaf how to cut it; None leaves it as it is.
         batch: how the batch is split.
+        total: dimension 0 of the whole batch, if there is one and it is known.
         donated: for each leaf whether the caller donates it.
         uneven: the leaves of the batch, which need not be cut evenly.
 
@@ -68,6 +69,7 @@ class Request:
         deals = [deal for leaf in self.leaves if type(leaf) is Array and (deal := leaf.deal) is not None]
         last = deals[-1] if deals else Deal((0, 0))
         self.batch = BatchSplit(shards=last.shards, sizes=last.sizes)
+        self.total: int | None = None
         if batch is not None:
             self._split_batch(batch)
         for index, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
@@ -179,11 +181,9 @@ class Request:
         if total is not None:
             if len(lengths) < sum(self._belonging_to([key])):
                 refuse_lists(batch, total, self.name)
-            total = None if total == RAGGED else total  # then the ranks add up their rows
+            self.total = None if total == RAGGED else total  # then the ranks add up their rows
             in_shards, sizes = (argument.shards or 1) > 1, self._sizes(lengths)
-            self.batch = dataclasses.replace(
-                self.batch, axis=argument.axis, total=total, sizes=sizes, in_shards=in_shards
-            )
+            self.batch = dataclasses.replace(self.batch, axis=argument.axis, sizes=sizes, in_shards=in_shards)
 
     def _sizes(self, leaves: Iterable[int]) -> tuple[int, ...] | None:
         """`BatchSplit.sizes`: also of a batch that a step has cut so that some rank has no samples."""

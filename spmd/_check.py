@@ -139,7 +139,7 @@ def _run(step: Spmd, mesh: Any, wanted: Request, rank: int, fakes: FakeTensors) 
     with warnings.catch_warnings(), _quiet(), fakes, pretended, PretendedArrays():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # where memory may be shared
         try:
-            outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES)
+            outcome = call(wanted.leaves, [], (0, "check"), check=Check.TYPES, total=wanted.total)
         except UnknownShape as error:
             problem = SpecError(
                 f"check cannot follow {step.program.name}: the shape of a result depends on values",

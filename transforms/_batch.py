@@ -53,7 +53,7 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     if here is not None:
         # A leaf that is cut over other axes as well has fewer samples along this one.
         along = {name for i in cut for name in getattr(leaves[i], "_spmd_spec", REPLICATED).dim_axes(0)}
-        known = region.batch.total if region.batch.axis == axis and along <= {axis} else None
+        known = region.total if region.batch.axis == axis and along <= {axis} else None
         total = int(psum(torch.tensor(here, device="cpu"), axis)) if known is None else known
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)

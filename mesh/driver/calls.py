@@ -36,6 +36,7 @@ class DriverCall:
         shipped: the program, as shipped to the ranks.
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
+        total: how many rows the batch has, if there is one and that is known.
         values: a hash of the numbers and names among the leaves, which may be flags.
         kind: of the call.
         checked: enough calls of this kind were first calls, when the function captured other data.
@@ -50,13 +51,14 @@ class DriverCall:
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
+        total: int | None,
         values: int,
         kind: Kind,
         *,
         checked: bool,
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
-        self.shipped, self.plan, self.moves, self._treedef = shipped, plan, moves, treedef
+        self.shipped, self.plan, self.moves, self.total, self._treedef = shipped, plan, moves, total, treedef
         self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
         self._tree = driver.shipped.ship_treedef(treedef)
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, kind.first))
@@ -112,6 +114,7 @@ class DriverCall:
                 again=0 if looked is Check.TYPES else self._again,
                 arrays=names,
                 values=tuple(values) if plain else None,
+                total=self.total,
             ),
             None if plain else lambda: sending.content(driver, values, lambda: self._parts(leaves)),
             region=True,

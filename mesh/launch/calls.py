@@ -51,6 +51,7 @@ class LaunchedCall:
     Args:
         treedef: of (args, kwargs).
         moves: the indices of Arrays that must get another spec before each call, with that spec.
+        total: how many rows the batch has, if there is one and that is known.
         values: a hash of the numbers and names among the leaves, which may be flags.
 
     Attributes:
@@ -67,10 +68,11 @@ class LaunchedCall:
         treedef: Any,
         plan: InputPlan,
         moves: list[tuple[int, Any]],
+        total: int | None,
         values: int,
     ):
         self._mesh, self._session, self._name = mesh, session, program.name
-        self.plan, self.moves = plan, moves
+        self.plan, self.moves, self.total = plan, moves, total
         self.sized: list[int] = []
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._last, self._followed = _Last(), False
@@ -84,10 +86,10 @@ class LaunchedCall:
         other._count = 0
         return other
 
-    def for_other_shapes(self, moves: list[tuple[int, Any]]) -> LaunchedCall:
+    def for_other_shapes(self, moves: list[tuple[int, Any]], total: int | None) -> LaunchedCall:
         """The same for arguments of other shapes, for which the body is not checked again, as in a driver's call."""
         other = copy.copy(self)
-        other.moves, other._call = moves, self._call.for_other_shapes()
+        other.moves, other.total, other._call = moves, total, self._call.for_other_shapes()
         other._last, other._followed, other._count = _Last(), True, 0
         return other
 
@@ -143,7 +145,7 @@ class LaunchedCall:
         first = self._last.results is None and not self._followed
         looked = check_of(check, self._count, layout.size, first=first)
         given = self._inputs.prints(values, looked)
-        outcome = self._call(values, specs, key, check=looked)
+        outcome = self._call(values, specs, key, check=looked, total=self.total)
         comm = self._session.comm()
         news = self._last.results is None or not outcome.unchanged
         number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))

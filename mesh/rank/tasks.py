@@ -30,7 +30,7 @@ def call_program(state: RankState, task: protocol.CallProgram, packet: wire.Pack
         tensors, specs = call.bind(tensors, specs)
     others = state.read(packet) if task.values is None else task.values
     leaves, check = call.together(tensors, others), Check(task.check)
-    outcome = call(leaves, specs, task.key, check=check, again=task.again)
+    outcome = call(leaves, specs, task.key, check=check, again=task.again, total=task.total)
     state.values.keep(task.out, outcome.tensors, outcome.specs, known=outcome.known)
     if outcome.unchanged:
         return protocol.Unchanged(task.number, outcome.prints)

@@ -17,7 +17,20 @@ import torch
 from internals import beside_next, tell_renewals_after
 from patience import until
 
-from spmd import MeshError, P, Sharded, SpecError, axis_index, fetch, psum, put, save, spmd
+from spmd import (
+    MeshError,
+    P,
+    Sharded,
+    SpecError,
+    axis_index,
+    data_parallel,
+    fetch,
+    psum,
+    put,
+    save,
+    spmd,
+    value_and_grad,
+)
 
 
 @pytest.fixture
@@ -69,6 +82,22 @@ def test_a_number_that_counts_calls_does_not_make_each_a_first_call(spied):
         found, names = ones(torch.zeros(2), number, [f"sample {number}"])
         assert found.full().tolist() == [1.0] * (number % 5) and names == [f"sample {number}"]
     assert told.count("first") == 10 and told.count("Ship") <= 4
+
+
+def test_batches_of_other_lengths_are_no_first_calls(spied):
+    """Each length had a first call, with all its checks."""
+    mesh, told = spied
+
+    @spmd(mesh=mesh)
+    @data_parallel
+    def step(w, batch):
+        return value_and_grad(lambda w, batch: (batch * w).square().mean())(w, batch)
+
+    for length in (7, 4, 1, 6, 5, 7, 2, 3, 8):
+        batch = torch.arange(1.0, length + 1)
+        expected = pytest.approx(float((4 * batch**2).mean()))  # of the value and of its slope
+        assert [float(one) for one in step(torch.tensor(2.0), batch)] == [expected, expected]
+    assert told.count("first") == 1
 
 
 @pytest.mark.parametrize(
