@@ -84,14 +84,17 @@ class ShippedObjects:
         self.modules = LoadedModules()
         self.modules.notice()
 
-    def ship(self, obj: Any, function: Any = None, held: Sequence[Array] = ()) -> Shipped:
+    def ship(
+        self, obj: Any, function: Any = None, held: Sequence[Array] = (), names: list[Any] | None = None
+    ) -> Shipped:
         """Send an object to all ranks unless they have it.
 
         Args:
             function: what it was made from, if anything.
             held: Arrays in it whose values are passed with each call.
+            names: a list to which the names used for what is in it are added.
         """
-        names: list[Any] = []
+        names = [] if names is None else names
         packet = self._session.dumps(obj, names, held=held)
         if any(name[0] == "ref" for name in names):
             packet.close()
@@ -150,9 +153,10 @@ class ShippedObjects:
                 return known[1], held
         found = snapshot.Snapshot(function, self._whole, exchanges=holds)
         held = found.arrays(function) or []
+        names: list[Any] = []
         self._prepare(function)
         try:
-            shipped = self.ship(obj, function, held)
+            shipped = self.ship(obj, function, held, names)
         except wire.Unsendable as error:
             part = unpicklable_part(function, self._whole)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
@@ -163,6 +167,7 @@ class ShippedObjects:
                 where=self._session.describe(),
                 remedy=remedy,
             ) from None
+        found.fix(held, [name[1] for name in names if name[0] == "held"])
         shipped.kind, shipped.before = found.kind, known and known[0]
         if holder is not None:
             self._functions[holds][holder] = (found, shipped)

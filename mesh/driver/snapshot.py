@@ -97,6 +97,7 @@ class Snapshot:
         # Where Arrays were found that may be exchanged, each with a number, and the hint of each number.
         self._arrays: list[tuple[int, int]] = []
         self._hints: list[Any] = []
+        self._fixed: list[tuple[int, weakref.ref[Array]]] = []  # numbers of those that may not after all
         self._compared(found, into, exchanges)
         self.kind = hash((frozenset(map(_kind_of, found)), *self._hints))
 
@@ -156,7 +157,19 @@ class Snapshot:
                 arrays.append(array)
             if not alike:
                 return None
+        if not all(refer() is arrays[number] for number, refer in self._fixed):
+            return None
         return arrays
+
+    def fix(self, held: list[Array], sent: list[int]) -> None:
+        """Don't exchange Arrays that were also sent from where this does not look, and may stay there.
+
+        Args:
+            held: as `arrays` gave them.
+            sent: their numbers, one for each place that they were sent from.
+        """
+        seen, times = collections.Counter(number for _, number in self._arrays), collections.Counter(sent)
+        self._fixed = [(number, weakref.ref(held[number])) for number in times if times[number] > seen[number]]
 
     def changed_part(self, function: Any) -> str:
         """What has changed first, for messages; empty if it has no name."""

@@ -19,7 +19,7 @@ from .session import RankSession
 
 
 class _Held:
-    """One of them: an Array, of a global shape, and what its last value was like."""
+    """One of them: an Array, and what its last value was like, with the global shape."""
 
     __slots__ = ("array", "dtype", "part", "shape", "spec")
 
@@ -36,14 +36,16 @@ class _Held:
             values = LocalValues(session, [], [meta(self.shape, torch.float32, spec)])
             values.donated[0] = "an earlier call"
         else:
+            if not spec.entries:  # the driver may not have known better, if the call that made it was under way
+                self.shape = tuple(tensor.shape)
             part = session.layout.shard_shape(self.shape, spec, session.rank)
             if tuple(tensor.shape) != part:
                 raise MeshError(
-                    "an Array that the function captures has another shape than before",
+                    "an Array that the function captures has another shape than the last result of its kind",
                     got=f"{list(tensor.shape)} on this rank",
                     expected=f"{list(part)}, its part of {list(self.shape)}",
                     where=session.where(),
-                    remedy="call again, now that the shape is known",
+                    remedy="ask for its .shape before the call, which waits until it is known",
                 )
             self.dtype, self.spec, self.part = tensor.dtype, spec, part
             values = LocalValues(session, [], [meta(self.shape, tensor.dtype, spec)])

@@ -116,6 +116,47 @@ def test_values_shapes_specs_and_dtypes_that_change(mesh):
             assert float(one) == (2.0 if spec.entries else 1.0)
 
 
+def test_a_result_whose_shape_is_not_known_as_yet(mesh):
+    """The driver takes it to be like the last one; the rank, which has it, knows better, unless it has only a part."""
+    held = holder(w=None)
+
+    def first(count):
+        return torch.arange(8.0)[: int(count.item())]
+
+    first_of, parts_of = spmd(first, mesh=mesh), spmd(first, mesh=mesh, out_specs=P("data"))
+    total = spmd(lambda x: held.w.full().sum() + x, mesh=mesh)
+    for count in (3, 3, 5, 2):
+        held.w = first_of(torch.tensor(count))
+        assert float(total(torch.zeros(()))) == sum(range(count))
+    for count in (3, 3, 5):
+        held.w = parts_of(torch.tensor(count))
+        if count == 5:
+            with pytest.raises(MeshError, match=r"another shape than the last result .* ask for its \.shape before"):
+                float(total(torch.zeros(())))
+            assert held.w.shape == (10,)
+        assert float(total(torch.zeros(()))) == 2 * sum(range(count))
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["long", "deep"])
+def test_a_value_that_also_lies_where_changes_are_not_looked_for(mesh, deep):
+    """What lies there stays as it is, though the value beside it is exchanged for another."""
+    kept = [put(torch.tensor(float(at)), mesh=mesh) for at in range(8 if deep else 300)]
+    held = holder(w=kept[7], kept={"a": {"a": {"a": {"a": {"a": kept}}}}} if deep else kept)
+
+    @spmd(mesh=mesh)
+    def step(x):
+        inside = held.kept
+        while isinstance(inside, dict):
+            inside = inside["a"]
+        return 100 * inside[7].local + held.w.local + x
+
+    found = []
+    for value in (None, 1.0, 2.0):
+        held.w = held.w if value is None else put(torch.tensor(value), mesh=mesh)
+        found.append(float(step(torch.tensor(0.0))))
+    assert found == [707.0, 701.0, 702.0]
+
+
 def test_names_for_one_value_may_come_to_mean_several(mesh):
     held = holder()
     held.a = held.b = put(torch.ones(2), mesh=mesh)
