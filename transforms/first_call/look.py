@@ -37,8 +37,8 @@ _SIGNATURES = 8  # how many signatures of a function are judged; every batch may
 _ALIKE = 64  # and how many of functions with the same code, which may be defined anew for each call
 _judged: collections.Counter[Any] = collections.Counter()  # by code
 # By the body of a region, so that what only the captured values distinguish is judged, too.
-_structures: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _judged_in: weakref.WeakKeyDictionary[Any, collections.Counter[Any]] = weakref.WeakKeyDictionary()
+_structures: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def look(call: Call, out: Output, aux: Auxiliary, batch: Sequence[Any], *, communicates: bool, hooked: bool) -> None:
