@@ -252,7 +252,9 @@ class RankState:
             planned: PlannedCall = self.shipped(key)
             program: Program = self.shipped(planned.program)
             tree = self.shipped(planned.tree)
-            noted = self._noted.setdefault(planned.first or key, Noted())
+            noted = self._noted.get(planned.first or key)
+            if noted is None or planned.first is None:  # of a function that is there no more, one thing is remembered
+                noted = self._noted[planned.first or key] = Noted(differing={} if noted is None else noted.differing)
             if len(self._noted) > _REMEMBERED:
                 self._noted.pop(next(iter(self._noted)))
             held = self._held[planned.program] or None

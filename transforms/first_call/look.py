@@ -20,7 +20,7 @@ from ...kernels import torch_private
 from ...kernels.callsite import warn
 from ...kernels.errors import SpecError
 from ...kernels.torch_private import hooks_gradient, saved
-from ...mesh.pickling.references import content_of
+from ...mesh.pickling.references import SCALARS, content_of
 from ...mesh.purity.captured import NOT_REENTRANT
 from ...mesh.spec import REPLICATED
 from .._auxiliary import Auxiliary
@@ -175,10 +175,11 @@ def _words(held: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 def _structure_of(module: nn.Module) -> int:
-    """A hash of a module's parts and shapes: the same for a module that was sent again with what captures it."""
+    """A hash of a module's parts, numbers and shapes: the same for one that was sent again with what captures it."""
     known = _structures.get(module)
     if known is None:
-        parts = [(type(one).__qualname__, _word(vars(one).get("reduction"))) for one in module.modules()]
+        parts = [type(one).__qualname__ for one in module.modules()]
+        parts += [repr(value) for one in module.modules() for value in vars(one).values() if isinstance(value, SCALARS)]
         known = _structures[module] = hash((*parts, *(tensor.shape for tensor in module.parameters())))
     return known
 
