@@ -8,6 +8,7 @@ signatures mean equal structure, shapes, dtypes and specs of the arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -164,8 +165,7 @@ def _compiled(
         calls.renewals.count = 0
         return known, held
     if known is not None or calls.empty:
-        before = None if shipped is None else shipped.before
-        changed = "" if before is None or not calls.renewals.warns else before.changed_part(callee.source)
+        changed = str if shipped is None else functools.partial(shipped.changed_part, callee.source)
         calls.renewals.note(program.name, changed, quiet=mesh.rank not in (None, 0))
     settled = ready.treedef, ready.plan, ready.moves, ready.total
     choice = _choice(ready.leaves, ready.plan)

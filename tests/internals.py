@@ -568,6 +568,17 @@ def end_of_program() -> None:
     background._report_at_exit()
 
 
+def note_what_is_told(mesh: Any, monkeypatch: Any, note: Callable[[Any, Any], None]) -> None:
+    """Call `note` with each message to a driver's ranks, and its packet or None, before it is sent."""
+    tell = mesh.driver.tell
+
+    def spy(message: Any, packet: Any = None, ranks: Any = None) -> None:
+        note(message, packet)
+        tell(message, packet, ranks)
+
+    monkeypatch.setattr(mesh.driver, "tell", spy)
+
+
 def tell_renewals_after(monkeypatch: Any, times: int) -> None:
     """Warn of a function that is defined anew after so many calls."""
     from spmd.mesh.replication import first_calls

@@ -61,8 +61,9 @@ class DriverCall:
         self.shipped, self.plan, self.moves, self.total, self._treedef = shipped, plan, moves, total, treedef
         self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
         self._tree = driver.shipped.ship_treedef(treedef)
-        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, kind.first))
-        kind.first = kind.first or self._planned.key
+        first = None if kind.first is None else kind.first.key
+        self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, first))
+        kind.first = kind.first or self._planned
         # After a resize, types need not be followed again unless an axis had size 1 before and has more now.
         # Virtual shards differ along theirs in any case.
         batch = plan.batch.axis if plan.batch.in_shards else None

@@ -45,6 +45,10 @@ class Shipped:
         self.key, self.last_results, self.kind = key, last_results, 0
         self.before: snapshot.Snapshot | None = None
 
+    def changed_part(self, function: Any) -> str:
+        """What a function was sent for that has changed, for messages; empty if it was not, or that has no name."""
+        return "" if self.before is None else self.before.changed_part(function)
+
 
 _Functions = weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]]
 # What to do about one that can't be pickled.
@@ -149,7 +153,8 @@ class ShippedObjects:
             known, holder = None, None
         if known is not None and self.has(known[1].key):
             held = known[0].arrays(function)
-            if held is not None and all(array.mesh is self._session.mesh for array in held):
+            mesh = self._session.mesh if held else None
+            if held is not None and all(array.mesh is mesh for array in held):
                 return known[1], held
         found = snapshot.Snapshot(function, self._whole, exchanges=holds)
         held = found.arrays(function) or []

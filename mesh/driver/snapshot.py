@@ -130,22 +130,23 @@ class Snapshot:
         # Numbers that equal another one: 0.0 and -0.0.
         self._signed = [at for at, one in enumerate(self._values) if isinstance(one, float | complex) and not one]
 
-    def unchanged(self, function: Any) -> bool:
-        """Whether everything is as it was, but for Arrays that may be exchanged."""
-        return self.arrays(function) is not None
-
-    def arrays(self, function: Any) -> list[Array] | None:
-        """If everything else is as it was, the Arrays that may be exchanged as they are now, by number."""
+    def _found_now(self, function: Any) -> tuple[list[Any], int | None]:
+        """What lies now where something was found, as far as the number of parts is as it was; what has other parts."""
         found = [function]
         for at, kind, read, count in self._reads:
             obj = found[at]
             if type(obj) is not kind():
-                return None
+                return found, at
             parts = read(obj)
             if len(parts) != count:
-                return None
+                return found, at
             found += parts
-        if not self._is_as_before(found):
+        return found, None
+
+    def arrays(self, function: Any) -> list[Array] | None:
+        """If all else is as it was, the Arrays that may be exchanged as they are now, by number; else None."""
+        found, other = self._found_now(function)
+        if other is not None or not self._is_as_before(found):
             return None
         arrays: list[Array] = []
         for at, number in self._arrays:
@@ -173,27 +174,22 @@ class Snapshot:
 
     def changed_part(self, function: Any) -> str:
         """What has changed first, for messages; empty if it has no name."""
-        found, parents, first = [function], [0], [0]
-        changed: int | None = None
-        for at, kind, read, count in self._reads:
-            parts = read(found[at]) if type(found[at]) is kind() else []
-            if len(parts) != count:
-                changed = at
-                break
-            first += [len(found)] * count
-            parents += [at] * count
-            found += parts
-        else:
+        found, changed = self._found_now(function)
+        if changed is None:
             now = zip(self._equal(range(len(found)))[2:], self._values, strict=True)
             there = zip(self._referred(range(len(found)))[2:], self._references, strict=True)
             changed = next((at for at, value in now if not _alike(found[at], value)), None)
             changed = (
                 next((at for at, refer in there if refer() is not found[at]), None) if changed is None else changed
             )
+        owners, first = [0], [0]  # of each what it is part of, and where the parts of that begin
+        for at, _, _, count in self._reads:
+            first += [len(first)] * count
+            owners += [at] * count
         while changed:
-            if name := _name_in(found[parents[changed]], changed - first[changed]):
+            if name := _name_in(found[owners[changed]], changed - first[changed]):
                 return name
-            changed = parents[changed]
+            changed = owners[changed]
         return ""
 
     def _is_as_before(self, found: list[Any]) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
+from ...kernels.flat import extent_bytes
 from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader, parts_of_data
 
 _PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
@@ -72,8 +73,7 @@ def _extent_of(tensor: torch.Tensor) -> int:
     """The bytes from the first to the last element in memory, of a tensor with gaps or another order of dimensions."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return extent_bytes(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def _address_of(tensor: torch.Tensor) -> int:

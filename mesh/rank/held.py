@@ -13,7 +13,7 @@ import torch
 
 from ...kernels.errors import MeshError
 from ..array import Array, meta
-from ..spec import REPLICATED, P
+from ..spec import P
 from .local_values import LocalValues
 from .session import RankSession
 
@@ -63,13 +63,11 @@ class HeldArrays:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def array(
-        self, number: int, shape: tuple[int, ...], tensors: Sequence[Any] = (None,), specs: Sequence[P] = (REPLICATED,)
-    ) -> Array:
+    def array(self, number: int, shape: tuple[int, ...], tensor: torch.Tensor | None, spec: P) -> Array:
         """The Array with a number, of a global shape, and its value before the first call if there is one."""
         if number not in self._held:
             self._held[number] = _Held(self._mesh, shape)
-            self._held[number].bind(self._session, tensors[0], specs[0])
+            self._held[number].bind(self._session, tensor, spec)
         return self._held[number].array
 
     def bind(self, tensors: Sequence[torch.Tensor | None], specs: Sequence[P]) -> None:

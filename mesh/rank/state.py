@@ -128,7 +128,7 @@ class Values:
         specs: list[P] = []
         for call, start, stop in each_span(spans):
             kept = self._calls.get(call)
-            if not call:  # one that was donated, and that the function only refers to
+            if not call:  # stands for none: for one that was donated, and that a function only refers to
                 tensors.append(None)
                 specs.append(REPLICATED)
                 continue
@@ -221,7 +221,8 @@ class RankState:
         try:
             self._holding = HeldArrays(self.session, self.mesh)
             found = self.read(packet)
-            self._held[key] = self._holding
+            if self._holding:
+                self._held[key] = self._holding
             self.modules.notice()
             self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
@@ -257,7 +258,7 @@ class RankState:
                 noted = self._noted[planned.first or key] = Noted(differing={} if noted is None else noted.differing)
             if len(self._noted) > _REMEMBERED:
                 self._noted.pop(next(iter(self._noted)))
-            held = self._held[planned.program] or None
+            held = self._held.get(planned.program)
             call = CompiledCall(self.session, self.mesh, program, tree, planned.plan, noted, held)
             self._calls[key] = call
         return call
@@ -284,6 +285,8 @@ class RankState:
             self._shipped.pop(key, None)
             self._calls.pop(key, None)
             self._held.pop(key, None)
+            if (noted := self._noted.get(key)) is not None and not any(map(any, noted.differing.values())):
+                del self._noted[key]  # else the function may be made anew
             self._described.pop(key, None)
             self._last_described.pop(key, None)
 
@@ -310,8 +313,10 @@ class RankState:
             return self.session.node.caller.object_of(name)
         if name[0] == "held":
             _, number, shape, call, index = name
-            there = self.values.has(call, index)  # else it has a value when the program is called
-            return self._holding.array(number, shape, *self.values.gather((call, index, index + 1)) if there else ())
+            # One that is not here yet has a value when the program is called.
+            which = (call, index, index + 1) if self.values.has(call, index) else (0, 0, 0)
+            (tensor,), (spec,) = self.values.gather(which)
+            return self._holding.array(number, shape, tensor, spec)
         _, call, index, shape = name
         (tensor,), (spec,) = self.values.gather((call, index, index + 1))
         about = meta(tuple(shape), tensor.dtype, spec)

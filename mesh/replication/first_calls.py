@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ...kernels.callsite import warn
@@ -33,11 +34,11 @@ class Kind:
     """Calls of a function with one kind of arguments and one code, whatever the data that it captures.
 
     Attributes:
-        first: the key of the first one's plan.
+        first: the first one's plan, as it was shipped: ranks remember under its key what such calls have noted.
         times: how many programs of it have ended a call well.
     """
 
-    first: str | None = None
+    first: Any = None
     times: int = 0
 
 
@@ -47,18 +48,15 @@ class Renewals:
 
     count: int = 0
 
-    @property
-    def warns(self) -> bool:
-        """Whether the next one gives a warning."""
-        return self.count == RENEWED - 1
-
-    def note(self, name: str, changed: str, *, quiet: bool) -> None:
+    def note(self, name: str, changed_part: Callable[[], str], *, quiet: bool) -> None:
         """Count a call, and warn if the function was defined anew, or what it captures had changed, for each of many.
 
         Args:
-            changed: what had, if it is known.
+            changed_part: says what had, if it is known.
         """
-        if self.warns and not quiet:
+        self.count += 1
+        if self.count == RENEWED and not quiet:
+            changed = changed_part()
             way = (
                 f"it captures {changed}, which changes"
                 if changed
@@ -70,7 +68,6 @@ class Renewals:
                 remedy="define it once, before the loop, pass what changes as an argument, and keep what it does not "
                 "need out of the objects that it captures",
             )
-        self.count += 1
 
 
 # By session and code.

@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from internals import beside_next, tell_renewals_after
+from internals import beside_next, note_what_is_told, tell_renewals_after
 from patience import until
 
 from spmd import (
@@ -37,15 +37,13 @@ from spmd import (
 def spied(make_mesh, monkeypatch):
     """A mesh, and the kinds of what was told to its ranks."""
     mesh, told = make_mesh({"data": 2}), []
-    tell = mesh.driver.tell
 
-    def spy(message, packet=None, ranks=None):
+    def note(message, packet):
         first = getattr(message, "check", 0) == 3  # whose types are followed
         brief = getattr(message, "values", None) is not None and not first
         told.append("first" if first else "brief" if brief else type(message).__name__)
-        tell(message, packet, ranks)
 
-    monkeypatch.setattr(mesh.driver, "tell", spy)
+    note_what_is_told(mesh, monkeypatch, note)
     return mesh, told
 
 

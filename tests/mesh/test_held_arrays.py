@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from internals import note_what_is_told
 from torch import nn
 
 from spmd import (
@@ -37,13 +38,12 @@ def mesh(make_mesh) -> Mesh:
 @pytest.fixture
 def told(mesh, monkeypatch) -> list[str]:
     """What the ranks are told, by kind."""
-    found, tell = [], mesh.driver.tell
+    found: list[str] = []
 
-    def spy(message: Any, packet: Any = None, ranks: Any = None) -> None:
+    def note(message: Any, packet: Any) -> None:
         found.append(type(message).__name__ + (str(message.check) if hasattr(message, "check") else ""))
-        tell(message, packet, ranks)
 
-    monkeypatch.setattr(mesh.driver, "tell", spy)
+    note_what_is_told(mesh, monkeypatch, note)
     return found
 
 

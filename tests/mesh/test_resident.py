@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from internals import arena_bytes, keep_no_free_results, values_held
+from internals import arena_bytes, keep_no_free_results, note_what_is_told, values_held
 from patience import until
 
 from spmd import Loader, Mesh, MeshError, P, SpecError, axis_index, fetch, psum, put, spmd
@@ -33,14 +33,12 @@ def mesh():
 def sent(mesh, monkeypatch):
     """The bytes of tensors sent to the ranks, one entry for each message."""
     sizes: list[int] = []
-    tell = mesh.driver.tell
 
-    def spy(message, packet=None, ranks=None):
+    def note(message, packet):
         if packet is not None:
             sizes.append(len(packet.inline) + (packet.fd is not None) * (1 << 30))
-        tell(message, packet, ranks)
 
-    monkeypatch.setattr(mesh.driver, "tell", spy)
+    note_what_is_told(mesh, monkeypatch, note)
     return sizes
 
 
