@@ -31,6 +31,7 @@ from ..kernels.limits import named_limits
 from ..kernels.processes import ThreadBuffer
 from . import strides
 from .pickling.objects import Pickler
+from .pickling.unpickler import Unpickler
 from .readers.stacked import Stacked
 
 INLINE_BYTES = 1 << 16
@@ -158,7 +159,7 @@ def content_hash(packet: Packet) -> str:
     return digest.hexdigest()
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     def __init__(self, packet: Packet, object_of: Callable[[Any], Any] | None, memory: memoryview | None):
         super().__init__(io.BytesIO(packet.data))
         self._object_of = object_of

@@ -6,6 +6,7 @@ import _thread
 import asyncio
 import contextlib
 import gc
+import importlib
 import math
 import os
 import signal
@@ -42,6 +43,11 @@ class Counter:
 
     def get(self) -> int:
         return self.value
+
+
+class Caller:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
 
 class Gate:
@@ -914,3 +920,28 @@ def test_a_message_that_was_changed_on_the_way_is_not_read(at: int) -> None:
                 assert found is None
             else:
                 assert [(one.head, one.data) for one in found or ()] == [(b"a head", b"content" * 500)]
+
+
+def test_an_object_and_a_step_import_parts_of_one_package(
+    one_host: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which import each other: Python alone would give one of the two threads a module that is half imported."""
+    package, begun = tmp_path / "in_a_circle", tmp_path / "begun"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import pathlib, time\n"
+        f"pathlib.Path({str(begun)!r}).touch()\n"
+        "time.sleep(0.5)\n"  # the other thread gets to where it would wait for this one
+        "VERSION = 1\n"
+        "from in_a_circle.models import fit\n"
+    )
+    (package / "models.py").write_text("import in_a_circle.tools\ndef fit(x): return x + in_a_circle.tools.one()\n")
+    (package / "tools.py").write_text("from in_a_circle import VERSION\ndef one(): return VERSION\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    models, tools = importlib.import_module("in_a_circle.models"), importlib.import_module("in_a_circle.tools")
+    held = one_host.remote(Caller, rank=1)
+    begun.unlink()
+    told = held.call(tools.one)
+    assert until(begun.exists)
+    assert spmd(models.fit, mesh=one_host)(torch.ones(2)).tolist() == [2, 2]
+    assert told.get() == 1

@@ -1,0 +1,44 @@
+"""Reading pickles in several threads of one process, a rank's and its objects'.
+
+Python's locks of modules are one each: where two threads import two modules that import each other (a package and a
+part of it), it breaks the deadlock by giving one thread a module that is half imported, and its import fails.
+So one thread at a time imports what pickles name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from cloudpickle import cloudpickle
+
+_imports = threading.RLock()
+_PATIENCE = 60.0  # seconds after which a thread does not wait any more for another one's import, which may wait for it
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    has_lock = _imports.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if has_lock:
+            _imports.release()
+
+
+def _imported(name: str) -> ModuleType:
+    with _one_at_a_time():
+        return cloudpickle.subimport(name)
+
+
+class Unpickler(pickle.Unpickler):
+    """That of pickle, which waits while another thread imports."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        with _one_at_a_time():
+            found = super().find_class(module, name)
+        return _imported if found is cloudpickle.subimport else found
