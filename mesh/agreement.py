@@ -9,41 +9,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from ..kernels.errors import SpecError, kind_text
 from . import trees
 from .array import Array, Meta, meta
 from .failure import ranks_text
-from .pickling import objects
 from .replication import values
 from .replication.net import RANDOM
+from .replication.reports import OutputMeta, Outputs, decode_all, told_among, with_values
 from .replication.values import Check
 from .spec import Layout, P, ragged_shape
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputMeta:
-    """What a rank reports of one leaf of its results.
-
-    Attributes:
-        spec: None for a value that is not a tensor.
-        shape: of this rank's part.
-        value: the value, if it is no tensor; the print of a tensor whose spec was another in the call before.
-        whole: the global shape, where the rank knows it.
-        varying: axes along which replicas may differ (even if they don't this time), and why; None if there are none.
-    """
-
-    spec: P | None
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    value: Any = None
-    whole: tuple[int, ...] | None = None
-    varying: tuple[tuple[str, ...], str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,51 +37,27 @@ class Assembled:
 
     Args:
         leaves: what each leaf is as a whole.
+        told: the indices of those that are told with each call.
 
     Attributes:
         metas: what the Arrays show that stand for tensors.
         arrays_only: whether all leaves are tensors.
     """
 
-    __slots__ = ("arrays_only", "leaves", "metas", "treedef")
+    __slots__ = ("arrays_only", "leaves", "metas", "told", "treedef")
 
-    def __init__(self, treedef: Any, leaves: Sequence[Result]):
-        self.treedef, self.leaves = treedef, leaves
+    def __init__(self, treedef: Any, leaves: Sequence[Result], told: Sequence[int] = ()):
+        self.treedef, self.leaves, self.told = treedef, leaves, told
         self.metas = tuple(leaf.meta for leaf in leaves if leaf.meta is not None)
         self.arrays_only = len(self.metas) == len(leaves)
 
-    def tree(self, arrays: Iterable[Array]) -> Any:
-        """The tree that the call returns, with these Arrays for tensors."""
+    def tree(self, arrays: Iterable[Array], told: Sequence[Any] = ()) -> Any:
+        """The tree that the call returns, with these Arrays for tensors, and what it has told."""
         rest = iter(arrays)
-        return trees.unflatten(self.treedef, [leaf.value if leaf.meta is None else next(rest) for leaf in self.leaves])
-
-
-Outputs = tuple[Any, list[OutputMeta]]  # the results' treedef, and one for each leaf
-
-
-def tensors_among(leaves: Sequence[Any], metas: Sequence[OutputMeta]) -> list[Any]:
-    """The leaves that are tensors."""
-    return [leaf for leaf, about in zip(leaves, metas, strict=True) if about.spec is not None]
-
-
-def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
-    """The specs of the leaves that are tensors."""
-    return [about.spec for about in metas if about.spec is not None]
-
-
-def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
-    """A rank's report of its results. Most ranks send equal bytes, so that they are decoded once."""
-    return objects.dumps((trees.pack(treedef, objects.dumps), metas))
-
-
-def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
-    """The reports of all ranks, decoded."""
-    decoded: dict[bytes, Outputs] = {}
-    for data in encoded:
-        if data not in decoded:
-            packed, metas = pickle.loads(data)
-            decoded[data] = packed.unpack(), metas
-    return {rank: decoded[data] for rank, data in enumerate(encoded)}
+        leaves = [leaf.value if leaf.meta is None else next(rest) for leaf in self.leaves]
+        for index, value in zip(self.told, told, strict=True):
+            leaves[index] = value
+        return trees.unflatten(self.treedef, leaves)
 
 
 SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
@@ -135,6 +88,9 @@ def assemble(
         SpecError: the ranks disagree.
     """
     rows = "" if remedy is SHARDS_OF_ONE else ROWS
+    told = told_among(outputs[0][1])
+    if prints:
+        outputs = {rank: (tree, with_values(metas, prints[rank])) for rank, (tree, metas) in outputs.items()}
     treedef, first = outputs[0]
     for rank, (other, _) in outputs.items():
         if other != treedef:
@@ -170,7 +126,7 @@ def assemble(
             shape = ragged_shape(shape, shapes, leaf.spec)
         about = meta(shape, leaf.dtype, leaf.spec, unusual(layout, shapes, shape, leaf.spec))
         results.append(Result(about, shapes=shapes))
-    return Assembled(treedef, results)
+    return Assembled(treedef, results, told)
 
 
 def unusual(

@@ -17,14 +17,15 @@ import torch
 
 from ..kernels.arguments import arrived, check_value
 from ..kernels.errors import SpecError
-from . import agreement, trees
-from .agreement import OutputMeta, called, path_in
+from . import trees
+from .agreement import called, path_in
 from .array import Array
 from .pickling.unpicklable import sending_result
 from .put import as_tensor
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
 from .replication.net import Net, plain_number
+from .replication.reports import TELLABLE, OutputMeta, Told, encode, specs_of, telling, tensors_among, told_among
 from .replication.values import Check, prints_of_all, prints_of_scalars, same_value, scalars_among, tensor_print
 from .spec import REPLICATED, P, is_sharded, is_spec
 from .strides import is_frozen
@@ -63,10 +64,7 @@ class Outcome:
             return [(f"result {path_in(self.treedef, i)}", about.value) for i, about in enumerate(self.metas)]
 
         with sending_result(values, lambda: where):
-            return agreement.encode(self.treedef, self.metas)
-
-
-_NUMBERS = frozenset({bool, int, float, complex, str, type(None)})  # and other immutable leaves that a `_Kind` may hold
+            return encode(self.treedef, self.metas)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +74,7 @@ class _Kind:
     Attributes:
         layout: of the tensors.
         places, numbers: of the tensors among the leaves, and of the others.
+        tells: the others are told with each call.
         undeclared: the places of those tensors whose spec is not declared.
     """
 
@@ -85,6 +84,7 @@ class _Kind:
     layout: KnownLayout
     places: tuple[int, ...]
     numbers: tuple[int, ...]
+    tells: bool
     undeclared: tuple[int, ...]
 
     def passes_on(self, leaves: list[Any], cut: Sequence[Any]) -> bool:
@@ -92,21 +92,24 @@ class _Kind:
         return bool(cut) and not {*map(id, cut)}.isdisjoint([id(leaves[index]) for index in self.undeclared])
 
     def tensors(self, leaves: list[Any]) -> list[Any] | None:
-        """The tensors among results of this structure; None if their layout or one of the numbers is different."""
+        """The tensors among results of this structure; None if they must be described anew."""
         if not self.numbers:
             found = leaves
-        elif all(same_value(leaves[index], self.metas[index].value) for index in self.numbers):
+        elif all(map(self._is_known, self.numbers, [leaves[index] for index in self.numbers])):
             found = [leaves[index] for index in self.places]
         else:
             return None
         return found if self.layout.fits(found) else None
 
-    def joined(self, tensors: list[Any]) -> list[Any]:
-        """All leaves, from the tensors among them."""
+    def _is_known(self, index: int, value: Any) -> bool:
+        return type(value) in TELLABLE if self.tells else same_value(value, self.metas[index].value)
+
+    def joined(self, leaves: list[Any], tensors: list[Any]) -> list[Any]:
+        """All leaves, with these tensors for those among them."""
         if not self.numbers:
             return tensors
         rest = iter(tensors)
-        return [about.value if about.spec is None else next(rest) for about in self.metas]
+        return [leaf if about.spec is None else next(rest) for leaf, about in zip(leaves, self.metas, strict=True)]
 
 
 class Results:
@@ -121,6 +124,7 @@ class Results:
         self._kind: _Kind | None = None  # made when two calls in a row gave alike results
         self._may_repeat = False  # the last results were new: if the next are alike, `_kind` is made
         self._scalars: list[int] = []  # indices of the numbers that should be equal on all ranks
+        self._tells, self._told = False, list[int]()  # whether values are told with each call, and which
 
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
@@ -141,10 +145,10 @@ class Results:
         if kind is not None and net is None:
             found = kind.structure.leaves(result)
             tensors = None if found is None or kind.passes_on(found, cut) else kind.tensors(found)
-            if tensors is not None:
+            if found is not None and tensors is not None:
                 tensors = [leaf.detach() for leaf in tensors]
                 session.lay_out(tensors, kind.layout)
-                leaves = kind.joined(tensors)
+                leaves = kind.joined(found, tensors)
                 prints = self._prints(leaves, kind.metas, check)
                 specs = list(kind.layout.specs)
                 return Outcome(kind.treedef, leaves, kind.metas, tensors, specs, True, prints, kind.layout)
@@ -162,13 +166,13 @@ class Results:
             leaves = [leaf.local if type(leaf) is Array else leaf for leaf in leaves]
         leaves, metas, unchanged = self._described(treedef, leaves, specs, net)
         session.lay_out(leaves)
-        tensors, specs = agreement.tensors_among(leaves, metas), agreement.specs_of(metas)
+        tensors, specs = tensors_among(leaves, metas), specs_of(metas)
         if not unchanged:
             self._before, self._kind = (treedef, metas), None
-            self._scalars, self._may_repeat = scalars_among(metas), True
+            self._scalars, self._told, self._may_repeat = scalars_among(metas), told_among(metas), True
         elif self._may_repeat:
             self._may_repeat = False
-            plain = torch.Tensor in types and types <= {torch.Tensor, *_NUMBERS} and not is_own
+            plain = torch.Tensor in types and types <= {torch.Tensor, *TELLABLE} and not is_own
             self._kind = self._kind_of(result, treedef, metas, KnownLayout.of(tensors, specs)) if plain else None
         return Outcome(treedef, leaves, metas, tensors, specs, unchanged, self._prints(leaves, metas, check))
 
@@ -179,12 +183,16 @@ class Results:
         places = tuple(index for index, about in enumerate(metas) if about.spec is not None)
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
         undeclared = tuple(index for index, spec in enumerate(self._outputs[1]) if spec is None)
-        return _Kind(structure, treedef, metas, layout, places, numbers, undeclared)
+        return _Kind(structure, treedef, metas, layout, places, numbers, bool(self._told), undeclared)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
+        if not check:
+            return b""
         if check >= Check.VALUES:
-            return prints_of_all(leaves, metas, len(self._session.layout.names))
-        return prints_of_scalars(leaves, self._scalars) if check else b""
+            prints = prints_of_all(leaves, metas, len(self._session.layout.names))
+        else:
+            prints = prints_of_scalars(leaves, self._scalars)
+        return telling(prints, tuple(leaves[index] for index in self._told)) if self._told else prints
 
     def _described(
         self, treedef: Any, leaves: list[Any], specs: Sequence[P], net: Net | None
@@ -194,14 +202,19 @@ class Results:
         unchanged = net is None and before is not None and before[0] == treedef
         known: Sequence[Any] = before[1] if unchanged and before is not None else [None] * len(leaves)
         metas: list[OutputMeta] = []
+        tells = self._tells
         for index, (leaf, spec, last) in enumerate(zip(leaves, specs, known, strict=True)):
             leaf = as_tensor(leaf)
             if not isinstance(leaf, torch.Tensor):
                 self._refuse_unfit(treedef, index, leaf)
                 leaves[index] = leaf = plain_number(leaf)
-                about = OutputMeta(None, value=leaf)
-                if last is not None and last.spec is None and same_value(leaf, last.value):
-                    about = last
+                value = Told if self._tells and type(leaf) in TELLABLE else leaf
+                about = OutputMeta(None, value=value)
+                if last is not None and last.spec is None:
+                    if value is last.value or same_value(value, last.value):
+                        about = last
+                    else:
+                        tells = True
             else:
                 leaf = arrived(leaf)
                 varying = None if net is None else net.uncovered(leaf, spec.axes)
@@ -219,6 +232,7 @@ class Results:
                 about = OutputMeta(spec, tuple(leaf.shape), leaf.dtype, value, varying=varying)
             unchanged = unchanged and about is last
             metas.append(about)
+        self._tells = tells  # from the next call on, of all of them or none
         return leaves, metas, unchanged
 
     def _outputs_of(self, result: Any, raw: Any, leaves: list[Any]) -> tuple[Any, list[P | None]]:

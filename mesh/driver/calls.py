@@ -16,6 +16,7 @@ from .. import agreement, protocol, trees
 from ..array import Meta
 from ..program import InputPlan, PlannedCall, Program, describe_path
 from ..replication.first_calls import Kind
+from ..replication.reports import decode_all, what_was_told
 from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
@@ -74,9 +75,6 @@ class DriverCall:
         self.kind, self._earlier = kind, kind.times if checked else 0
         if checked:
             self._followed, self._again = True, 2
-        self._begin()
-
-    def _begin(self) -> None:
         # The ranks' descriptions of the results, and what was put together from them. One attribute, since several
         # threads may wait for calls.
         self._found: tuple[list[bytes], agreement.Assembled] | None = None
@@ -84,11 +82,15 @@ class DriverCall:
         # What the last call that was waited for gave, if only Arrays: then later ones are not waited for.
         self._expected: agreement.Assembled | None = None
 
-    def for_other_values(self) -> DriverCall:
-        """The same for other numbers and names, with which results of other shapes may come back."""
+    def for_other_values(self, *, flags: bool) -> DriverCall:
+        """The same for other numbers and names, with which results of another structure may come back.
+
+        Args:
+            flags: not only integers are other ones; then the results are compared by value.
+        """
         other = copy.copy(self)
-        other._begin()
-        other._followed, other._again = True, 1
+        other._expected, other._followed, other._again = None, True, 1
+        other._count = self._earlier if flags else self._count
         return other
 
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
@@ -139,8 +141,10 @@ class DriverCall:
             driver.shipped.note_followed(self._follows, self._axes if looked is Check.TYPES else frozenset())
         self._again = 2
         self._expected = found if found.arrays_only else None
-        results.take_numbers(task)
-        return found.tree(results.arrays(None, found.metas))
+        prints = task.prints[task.ranks[0]]
+        prints, told = what_was_told(prints) if found.told else (prints, ())
+        results.take_numbers(prints)
+        return found.tree(results.arrays(None, found.metas), told)
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""
@@ -198,7 +202,7 @@ class DriverCall:
     def _assembled(self, task: Task, looked: Check) -> agreement.Assembled:
         return agreement.assemble(
             self._layout,
-            agreement.decode_all(task.values()),
+            decode_all(task.values()),
             name=self._name,
             where=self._where,
             prints=[task.prints[rank] for rank in task.ranks],

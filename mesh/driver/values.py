@@ -176,7 +176,8 @@ class CallValues:
         """Wait for the call; gives shapes, dtypes and specs, or raises the call's error."""
         if self._metas is None:
             if self.task is not None:
-                self.take_numbers(self.session.wait(self.task))
+                task = self.session.wait(self.task)
+                self.take_numbers(task.prints.get(task.ranks[0], b""))
             find, self.task = self._find, None  # read before it is cleared: another thread may be here, too
             self._metas = self.hints = self.hints if find is None else find()
             self.sure = True
@@ -196,10 +197,10 @@ class CallValues:
             metas[index] = meta(metas[index].shape, metas[index].dtype, spec)
         self._metas = self.hints = metas
 
-    def take_numbers(self, task: Task) -> None:
-        """Keep the numbers in the answers of the call, which is over."""
+    def take_numbers(self, prints: bytes) -> None:
+        """Keep the numbers in a rank's answer to the call, which is over."""
         if self.tells_numbers:
-            self._prints = task.prints[task.ranks[0]]
+            self._prints = prints
 
     def check(self, session: Any) -> None:
         """Raise the call's error if it is known by now, without waiting.

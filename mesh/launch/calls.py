@@ -30,6 +30,7 @@ from ..batch import Deal
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
+from ..replication.reports import decode_all
 from ..replication.values import Check, check_of
 from ..request import Span, passable
 from ..run_state import Call
@@ -80,10 +81,10 @@ class LaunchedCall:
         self._count, self._number = 0, word_key(self._name) >> 1
         self._inputs = ReplicatedInputs(treedef, plan, program.name)
 
-    def for_other_values(self) -> LaunchedCall:
-        """The same for other numbers and names."""
+    def for_other_values(self, *, flags: bool) -> LaunchedCall:
+        """The same for other numbers and names; with other `flags`, the results are compared by value."""
         other = copy.copy(self)
-        other._count = 0
+        other._count = 0 if flags else self._count
         return other
 
     def for_other_shapes(self, moves: list[tuple[int, Any]], total: int | None) -> LaunchedCall:
@@ -161,7 +162,7 @@ class LaunchedCall:
             self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
-            everyone = agreement.decode_all([encoded for _, encoded in gathered])
+            everyone = decode_all([encoded for _, encoded in gathered])
             outputs = {rank: (_as_here(its, outcome.treedef), metas) for rank, (its, metas) in everyone.items()}
             self._last.results = agreement.assemble(
                 layout,

@@ -21,7 +21,7 @@ from ...kernels import torch_private
 from ...kernels.arguments import arrived
 from ...kernels.errors import MeshError
 from ...kernels.shm.pages import PAGE, any_copied
-from . import functions, operators
+from . import classes, functions, operators
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _home = torch.device("cpu")
@@ -38,7 +38,8 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         found = _reduced(obj)
-        return super().reducer_override(obj) if found is None else found
+        found = super().reducer_override(obj) if found is None else found
+        return classes.kept_at_home(obj, found) if isinstance(obj, type) and isinstance(found, tuple) else found
 
 
 def name_in_script(obj: Any) -> str | None:

@@ -13,7 +13,6 @@ import torch
 
 from ...kernels.errors import MeshError, add_note
 from .. import wire
-from ..agreement import OutputMeta, encode
 from ..array import Array, meta
 from ..hosts.copier import Copier
 from ..pickling.reloading import LoadedModules
@@ -22,6 +21,7 @@ from ..protocol import ALL, Spans, each_span
 from ..region import Noted
 from ..remote.handle import Remote, named
 from ..remote.reference import Ref
+from ..replication.reports import OutputMeta, encode
 from ..spec import REPLICATED, P
 from ..trees import Packed
 from .held import HeldArrays

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ...kernels.shm.blocks import Result
-from .. import agreement, protocol, wire
+from .. import protocol, wire
 from ..failure import capture
 from ..region import Region, run_body
+from ..replication.reports import specs_of, tensors_among
 from ..replication.values import Check
 from ..resizing.pieces import Pieces
 from ..resizing.shares import Shares
@@ -80,7 +81,7 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
                 raise
             failure = capture(error)  # of this batch only: those before it have been read
             break
-        state.values.keep(out, agreement.tensors_among(leaves, metas), agreement.specs_of(metas), lasts=False)
+        state.values.keep(out, tensors_among(leaves, metas), specs_of(metas), lasts=False)
         described.append((state.description(task.reader, treedef, metas), *more))
     brief, last = time.monotonic() - began < task.brief * len(described), described[-1][0]
     known = state.described_since(task.reader, last, task.number) <= task.known

@@ -19,6 +19,7 @@ from ..batch import Deal
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
+from ..replication.reports import OutputMeta, tensors_among
 from ..spec import RAGGED, Layout, split_sizes
 from .asking import Asked, Reader, ask
 
@@ -104,7 +105,7 @@ def _read_here(mesh: Mesh, reader: Any, ragged: bool, collated: bool, arguments:
 def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tuple[Any, Found]:
     session, layout = mesh.session, mesh.layout
 
-    def read() -> tuple[Any, list[Any], list[agreement.OutputMeta], Found]:
+    def read() -> tuple[Any, list[Any], list[OutputMeta], Found]:
         treedef, leaves, outputs, mine = reader(session, *arguments)
         everyone = session.comm().all_gather_bytes(json.dumps(list(mine.items()), default=operator.index).encode())
         return treedef, leaves, outputs, {v: (n, at) for each in everyone for v, (n, at) in json.loads(each)}
@@ -127,11 +128,9 @@ def _stream_here(mesh: Mesh, reader: Any, arguments: tuple, known: Deal) -> tupl
     return _as_arrays(mesh, treedef, leaves, outputs, metas, shapes, deal=deal), found
 
 
-def _as_arrays(
-    mesh: Mesh, treedef: Any, leaves: list[Any], outputs: list[agreement.OutputMeta], *about: Any, **more: Any
-) -> Any:
+def _as_arrays(mesh: Mesh, treedef: Any, leaves: list[Any], outputs: list[OutputMeta], *about: Any, **more: Any) -> Any:
     """The tree that a rank has read, with Arrays for tensors; the other arguments are those of `LocalValues`."""
-    tensors = agreement.tensors_among(leaves, outputs)
+    tensors = tensors_among(leaves, outputs)
     arrays = iter(LocalValues(mesh.session, tensors, *about, **more).arrays(mesh))
     made = [leaf if output.spec is None else next(arrays) for leaf, output in zip(leaves, outputs, strict=True)]
     return trees.unflatten(treedef, made)
@@ -149,7 +148,7 @@ def _held(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> list[i
     return [parts[layout.part(rank, axes)] for rank in range(layout.size)]
 
 
-def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[tuple[int, ...], ...] | None:
+def _shapes(layout: Layout, about: OutputMeta, shards: int) -> tuple[tuple[int, ...], ...] | None:
     """The shapes of all ranks' parts, which need not be even with virtual shards."""
     if about.whole is None or about.spec is None:
         return None
@@ -157,14 +156,14 @@ def _shapes(layout: Layout, about: agreement.OutputMeta, shards: int) -> tuple[t
     return tuple((count, *about.whole[1:]) for count in held)
 
 
-def _meta(layout: Layout, about: agreement.OutputMeta, whole: Any, shapes: tuple[tuple[int, ...], ...] | None) -> Meta:
+def _meta(layout: Layout, about: OutputMeta, whole: Any, shapes: tuple[tuple[int, ...], ...] | None) -> Meta:
     """What an Array shows, of this shape as a `whole` (None: that of each part), with parts of these `shapes`."""
     assert about.spec is not None and about.dtype is not None
     shape = about.shape if whole is None else whole
     return meta(shape, about.dtype, about.spec, shapes and agreement.unusual(layout, shapes, shape, about.spec))
 
 
-def _whole(mesh: Mesh, about: agreement.OutputMeta) -> tuple[int, ...] | None:
+def _whole(mesh: Mesh, about: OutputMeta) -> tuple[int, ...] | None:
     """The global shape, as far as a rank knows it whose samples may have become another number of rows."""
     if about.whole is None or about.spec is None:
         return None

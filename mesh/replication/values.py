@@ -140,7 +140,7 @@ def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> lis
 
 
 def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | None:
-    """A leaf's value from the prints of a call with `Check.SCALARS`; None if it is not among them."""
+    """A leaf's value from the tensors' prints of a call with `Check.SCALARS`; None if it is not among them."""
     offsets = _offsets(leaves)
     if index not in offsets or offsets[-1] != len(prints):  # numbers on GPUs are not sent
         return None

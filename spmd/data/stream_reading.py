@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..mesh import trees
-from ..mesh.agreement import OutputMeta
 from ..mesh.rank.session import RankSession
+from ..mesh.replication.reports import OutputMeta
 from ..mesh.spec import block_of, split_sizes
 from .cursors import Position, State, taken
 from .random_numbers import one_thread, own_random_numbers, seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import os
 import signal
@@ -321,6 +322,36 @@ def test_numbers_among_results_that_change_after_they_came_alike(shared_mesh):
         assert result["kept"] == 0.5
     assert list(map(repr, found)) == list(map(repr, numbers))
     assert x.full().tolist() == [len(numbers)] * 3
+
+
+def test_a_state_that_counts_its_steps(spied, tmp_path):
+    """Its class is sent once, and the count goes on after a rank has died, which knows nothing of earlier calls."""
+    mesh, told = spied
+
+    @dataclasses.dataclass
+    class State:
+        w: torch.Tensor
+        steps: int
+        name: str | None = None
+        half: float = 0.0
+
+    @spmd(mesh=mesh)
+    def step(state):
+        if state.steps == 12 and mesh.rank == 1 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps = state.steps + 1
+        return State(state.w * 2, steps, None if steps % 3 else f"at {steps}", steps / 2), state.w.sum()
+
+    state = State(torch.ones(2), 0)
+    for turn in range(20):
+        if turn == 3:
+            told.clear()
+        state, loss = step(state)
+        assert (state.steps, state.half, float(loss)) == (turn + 1, (turn + 1) / 2, 2.0 * 2**turn)
+        assert state.name == (None if (turn + 1) % 3 else f"at {turn + 1}")
+        assert turn < 3 or turn > 11 or "Ship" not in told
+    assert state.w.tolist() == [2.0**20] * 2 and (tmp_path / "died").exists()
 
 
 def test_a_number_where_a_tensor_was_before(shared_mesh):

@@ -56,6 +56,16 @@ def test_other_tensors_are_compared_on_some_calls(mesh):
     assert "rank 0: float32[3] with other bytes (sum 3); rank 1: float32[3] with other bytes (sum 6)" in text
 
 
+@pytest.mark.parametrize("since", [1, 2, 3, 4, 7])
+def test_values_that_change_with_every_call_are_compared_on_every_call(mesh, since):
+    step = spmd(lambda x, n: {"x": x + 1, "n": n.item() + 1 + mesh.rank * (n.item() + 1 >= since)}, mesh=mesh)
+    for turn in range(1, since):
+        assert step(torch.ones(3), torch.tensor(turn - 1))["n"] == turn
+    text = rf"result \['n'\] of <lambda> should be the same .*\(got rank 0: {since}; rank 1: {since + 1}\)"
+    with pytest.raises(SpecError, match=text):
+        step(torch.ones(3), torch.tensor(since - 1))
+
+
 def test_always_and_never(mesh):
     assert [calls(mesh, "w", since=since, check="always")[0] for since in (2, 3, 5)] == [2, 3, 5]
     assert [calls(mesh, apart, since=since, check="never")[0] for apart in ("w", "loss") for since in (1, 3)] == [0] * 4
@@ -145,6 +155,11 @@ try:
         differs = spmd(lambda x, turn: x + mesh.rank * (turn.item() > 2), mesh=mesh, check=check)
         for turn in range(1, 5):
             differs(w, torch.tensor(turn))
+    elif what == "count":  # a result that is no tensor, and differs from the sixth call on
+        counts = spmd(lambda x, n: (x + 1, n.item() + mesh.rank * (n.item() > 4) + 1), mesh=mesh, check=check)
+        n = 0
+        for turn in range(1, 9):
+            x, n = counts(w, torch.tensor(n))
     elif what == "put":
         put({"w": w, "x": torch.arange(3) + mesh.rank}, mesh=mesh)
     elif what == "put a part":
@@ -167,7 +182,7 @@ try:
                 spmd(f, mesh=mesh, in_specs=P("data"))(torch.ones(4))
     print("accepted")
 except (SpecError, CollectiveMismatch) as error:
-    print(turn + 1 if what == "weight" else turn if what == "late" else "", " ".join(str(error).split()))
+    print(turn + 1 if what == "weight" else turn if what in ("late", "count") else "", " ".join(str(error).split()))
 assert step(w, {"x": torch.ones(4), "y": torch.ones(4)})[0].item() == 0
 """
 
@@ -250,5 +265,7 @@ def test_launched_ranks_call_different_functions(tmp_path):
 
 
 def test_results_of_launched_ranks(tmp_path):
+    text = said(tmp_path, "count")
+    assert text.startswith("6 result [1] of <lambda> should be the same") and "(got rank 0: 6; rank 1: 7)" in text
     text = said(tmp_path, "late")
     assert text.startswith("3 result (the whole of it) of <lambda> should be the same") and "rank 1: 2" in text

@@ -938,6 +938,33 @@ def test_a_large_closure_is_named_with_its_size(shared_mesh):
     assert spmd(lambda x: x[:2], mesh=mesh)(table).tolist() == [0.0, 0.0]
 
 
+def test_a_class_stays_as_the_program_has_made_it_when_results_of_it_arrive(shared_mesh):
+    """Its methods were replaced by copies from a rank, which saw the globals of then."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh, "dataclasses": dataclasses}
+    exec(
+        """
+scale = 1
+
+@dataclasses.dataclass
+class CellState:
+    steps: int
+    times = 3
+    def scaled(self):
+        return self.steps * scale * self.times
+
+step = spmd(lambda state: CellState(state.steps + 1), mesh=mesh)
+state = step(step(CellState(0)))
+scale = 10
+found = [state.scaled(), step(state).scaled(), mesh.run(lambda: CellState(4))[1].scaled()]
+CellState.times = 5
+found += [step(state).scaled(), mesh.run(lambda: CellState(4).scaled())[1]]
+""",
+        notebook,
+    )
+    assert notebook["found"] == [60, 90, 120, 150, 200]
+
+
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
     """And with it the data that its methods refer to."""
     mesh = shared_mesh({"data": 2})
