@@ -33,6 +33,7 @@ from ..display.trace import LOGGER
 from ..hosts.copier import Copier
 from ..hosts.protocol import CALLS
 from ..mesh import Mesh
+from ..pickling.classes import take_over
 from ..pickling.objects import arrive_on
 from ..region import Region, inside, seed_others
 from ..remote.handle import plain_name_of
@@ -90,6 +91,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
     if session.host_arena is not None and session.device.type == "cpu":
         session.lasting = LastingValues(session.host_arena)
     arrive_on(session.device)
+    take_over()
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
     own_path = request.path if request.hosts else ()

@@ -965,6 +965,14 @@ found += [step(state).scaled(), mesh.run(lambda: CellState(4).scaled())[1]]
     assert notebook["found"] == [60, 90, 120, 150, 200]
 
 
+def test_a_class_that_a_rank_has_made_is_as_the_program_changes_it(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+    made = mesh.run(lambda: type("MadeOnRank", (), {"size": 1}))[0]
+    assert mesh.run(lambda: made.size) == [1, 1]
+    made.size = 2
+    assert mesh.run(lambda: made.size) == [2, 2]
+
+
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
     """And with it the data that its methods refer to."""
     mesh = shared_mesh({"data": 2})
