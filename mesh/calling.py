@@ -27,7 +27,7 @@ from .program import InputPlan, Program
 from .put import as_tensor, put_on
 from .rank import counted
 from .remote.reference import Ref
-from .replication.first_calls import Kind, Renewals, enough, renewals_of
+from .replication.first_calls import CHOICES, Kind, Renewals, enough, renewals_of
 from .replication.values import flag_in
 from .request import Request, Span, donate, spans_of
 
@@ -193,8 +193,8 @@ class Calls:
 
     def __init__(self) -> None:
         self._known: dict[Signature, DriverCall | LaunchedCall] = {}
-        # By the kinds of arguments: how many signatures there were, and the last call with its numbers and names.
-        self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall | None, tuple]] = {}
+        # By the kinds of arguments: how many signatures there were, the last call, and the flags that it or others had.
+        self._alike: dict[tuple, tuple[int, DriverCall | LaunchedCall | None, set[tuple]]] = {}
         self.planned: dict[Any, LaunchedCall] = {}
         self.lengths: list[int] = []
         self.renewals = Renewals()
@@ -230,9 +230,9 @@ class Calls:
         """The call of a signature, perhaps made from one that had other numbers or names."""
         known = self._known.get(signature)
         if known is None:
-            count, alike, values = self._alike.get(signature[0], (0, None, ()))
+            count, alike, seen = self._alike.get(signature[0], (0, None, set()))
             if enough(count) and alike is not None:
-                return alike.for_other_values(flags=_flags(values) != _flags(signature[1]))
+                return alike.for_other_values(flags=len(seen) < CHOICES and _flags(signature[1]) not in seen)
         return known
 
     def add(self, signature: Signature, call: DriverCall | LaunchedCall) -> None:
@@ -240,7 +240,7 @@ class Calls:
         if known is call:
             return
         kinds = signature[0]
-        count = self._alike.get(kinds, (0, None, ()))[0]
+        count, _, seen = self._alike.get(kinds, (0, None, set()))
         if isinstance(call, DriverCall):
             call.kind.times += known is not None or not count
         else:
@@ -252,12 +252,14 @@ class Calls:
         if not count and len(self._alike) >= SIGNATURES:
             del self._alike[next(iter(self._alike))]
         self._known[signature] = call
-        self._alike[kinds] = count + (known is None), call, signature[1]
+        if len(seen) < CHOICES:
+            seen.add(_flags(signature[1]))
+        self._alike[kinds] = count + (known is None), call, seen
 
 
-def _flags(values: tuple) -> list[Any]:
+def _flags(values: tuple) -> tuple:
     """Those that are no integers, which may count the calls."""
-    return [value for value in values if type(value) is not int]
+    return tuple(value for value in values if type(value) is not int)
 
 
 def _signature(

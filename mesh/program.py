@@ -31,6 +31,7 @@ from .rank.held import HeldArrays
 from .rank.session import RankSession
 from .region import Noted, Region, run_body
 from .remote.handle import Remote
+from .replication.first_calls import CHOICES
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked
 from .replication.values import Check
@@ -105,7 +106,6 @@ class PlannedCall:
     first: str | None = None
 
 
-_MOST_CHOICES = 16
 _Input = tuple[P, frozenset[str], bool, bool]  # of a tensor: its spec, the spec's axes, must it be cut, is it donated
 
 
@@ -237,7 +237,7 @@ class CompiledCall:
         return [
             (known, choice)
             for known, choice in zip(self._noted.choices, (names, numbers), strict=True)
-            if choice and choice not in known and len(known) < _MOST_CHOICES
+            if choice and choice not in known and len(known) < CHOICES
         ]
 
     def _inputs_of(self, specs: list[P]) -> list[_Input | None]:

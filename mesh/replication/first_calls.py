@@ -17,6 +17,7 @@ from ...kernels.callsite import warn
 # Of calls that differ in numbers and names alone, which may be flags, or in what their function captures, so many are
 # first calls, and then those after 8, 16, 32 and so on.
 FLAGS = 8
+CHOICES = 16  # so many combinations may choose what a function does; if there are more, they count something
 RENEWED = 200  # programs in a row of one function of the program's text; a suite of tests may make some
 
 
