@@ -48,7 +48,8 @@ class Loader:
             dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated; or a `Stream`, read forwards.
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
-        seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards.
+        seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards, and with
+            `drop_last` an epoch ends as soon as one of its virtual streams does.
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             anything else, and tensors without dimensions, must be the same on all ranks. It may pad on each rank to the
             longest sample there: then a step gets its rank's part, `shards()` gives all parts, and `full()` raises.

@@ -84,6 +84,9 @@ def test_epochs_differ_and_come_again(shared_mesh):
     assert [batch.full().tolist() for batch in loader] == second
     whole = Loader(Stream(range(10), numbers), 8, mesh=shared_mesh({"data": 2}), drop_last=True, seed=1)
     assert {batch.shape[0] for batch in whole} == {8}
+    uneven = Stream([2, 5], range)
+    whole = Loader(uneven, 2, mesh=shared_mesh({"data": 2}), drop_last=True, shuffle=False)
+    assert [batch.full().tolist() for batch in whole] == [[0, 0], [1, 1]]
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
@@ -401,6 +404,8 @@ def test_bad_arguments_are_refused(shared_mesh):
     for bad in (
         lambda: Stream([], numbers),
         lambda: Stream([1], 3),
+        lambda: Stream([iter([1, 2])], list),  # which the first that opens it would use up
+        lambda: Stream([(i for i in range(2))], iter),
         lambda: stream.shuffle(0),
         lambda: stream.pack(1.5),
         lambda: stream.map(3),
