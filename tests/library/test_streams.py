@@ -367,6 +367,15 @@ def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
             all_of(stream, mesh)
 
 
+def test_an_iterator_that_is_opened_twice_is_refused(shared_mesh):
+    pairs = enumerate(range(12))
+    loader = Loader(Stream([0], lambda shard: pairs), 4, mesh=shared_mesh({"data": 2}))
+    with pytest.raises(
+        SpecError, match=r"one iterator to two virtual streams.*got <enumerate.* for 0.*a new iterator in open"
+    ):
+        list(loader)
+
+
 def test_a_type_error_of_an_iterator_is_the_programs_own(shared_mesh):
     class Fails:
         def __iter__(self):
