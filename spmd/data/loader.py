@@ -146,10 +146,18 @@ class Loader:
         """The position of the next batch, plain data; it means the same at any number of ranks.
 
         It counts batches of this Loader's. Add `"settings": loader.settings` for a Loader that may be another one.
+
+        Raises:
+            SpecError: the position of a Stream's `tell()` is not plain.
         """
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
         if self._position is not None:
-            state["streams"] = json.dumps(self._position, default=operator.index)
+            try:
+                state["streams"] = json.dumps(self._position, default=operator.index)
+            except TypeError as error:
+                problem, expected = "a Stream's tell() returned what JSON does not have", "numbers, strings, lists"
+                remedy = "or leave out the second argument of open(shard, at): then records are read again, and dropped"
+                raise SpecError(problem, got=str(error), expected=expected, remedy=remedy) from None
         return state
 
     @public

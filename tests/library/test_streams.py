@@ -367,6 +367,26 @@ def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
             all_of(stream, mesh)
 
 
+def test_a_position_that_is_not_plain_is_refused(shared_mesh):
+    class Records:
+        def __init__(self, shard, at=None):
+            self.records = numbers(shard)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.records)
+
+        def tell(self):
+            return b"token"
+
+    loader = Loader(Stream(range(4), Records), 4, mesh=shared_mesh({"data": 2}))
+    next(iter(loader))
+    with pytest.raises(SpecError, match=r"tell\(\) returned.*'bytes'.*leave out the second argument"):
+        loader.state_dict()
+
+
 def test_an_iterator_that_is_opened_twice_is_refused(shared_mesh):
     pairs = enumerate(range(12))
     loader = Loader(Stream([0], lambda shard: pairs), 4, mesh=shared_mesh({"data": 2}))
