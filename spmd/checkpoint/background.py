@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -105,6 +106,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _report_at_exit() -> None:
-    """The last chance: Python prints what is raised here."""
+    """The last chance: each error is printed, as one that nobody has caught."""
     for path in [*_started]:
-        raise_failure(path)
+        for error in failures(path):
+            sys.excepthook(type(error), error, error.__traceback__)

@@ -181,9 +181,9 @@ def _is_padded_alike(entry: Entry, leaf: Any, ranks: int) -> bool:
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor | Array):
         return "tensor"
-    if isinstance(leaf, bool | int | float | np.generic):
-        return "number"
-    return "string" if isinstance(leaf, str) else type(leaf).__name__
+    if isinstance(leaf, str):  # first: NumPy's are scalars of its, too
+        return "string"
+    return "number" if isinstance(leaf, bool | int | float | np.generic) else type(leaf).__name__
 
 
 def _kind_saved(entry: Entry) -> str:

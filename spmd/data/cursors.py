@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import itertools
 import math
 from collections import deque
@@ -21,6 +20,7 @@ from ..kernels.call import word_key
 from ..kernels.errors import SpecError, add_note
 from ..mesh.readers import process
 from ..transforms import numbered, permutation
+from .opening import begun, called, takes_at
 from .random_numbers import seed_generators
 from .rows import seen
 
@@ -55,10 +55,15 @@ class Shards:
     """Records of a stream's share of the shards, one shard after another.
 
     Where there are fewer shards than streams, several streams read one, and each takes every n-th record.
+
+    Attributes:
+        place: which stream it is of, and where in its pipeline.
+        records: an iterator over those of the shard that is being read.
     """
 
     def __init__(self, shards: Sequence[Any], opened: Callable[..., Any], position: Position, state: State):
-        self._shards, self._open, self._takes_at = shards, opened, _takes_at(opened)
+        self._shards, self._open, self._takes_at = shards, opened, takes_at(opened)
+        self.place = position.stream, position.path
         count = len(shards)
         # With fewer shards than streams, each is read in parts, equally many by every stream; else no two share one.
         self._parts = 1 if count >= position.streams else position.streams // math.gcd(count, position.streams)
@@ -73,24 +78,17 @@ class Shards:
         self._read: int = 0
         if state is not None:
             self._unit, self._read, at = state
-        self._records: Any = None
+        self.records: Any = None
         if state is not None and self._read and self._unit < len(self._mine):
             self._begin(self._read, at)
 
     def _begin(self, skip: int = 0, at: Any = None) -> None:
         shard = self._shards[self._mine[self._unit][0]]
         at = at if self._takes_at else None
-        records = _called(self._open, shard) if at is None else _called(self._open, shard, at)
-        if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
-            raise SpecError(
-                "a Stream's open(shard) returned nothing to iterate over",
-                got=f"a {type(records).__name__} for {shard!r}",
-                remedy="yield the records in it, or return an iterator over them",
-            )
-        self._records = iter(records)
+        self.records = begun(self._open, shard, at, self)
         if at is not None:
             return
-        if sum(1 for _ in itertools.islice(self._records, skip)) < skip:
+        if sum(1 for _ in itertools.islice(self.records, skip)) < skip:
             raise SpecError(
                 f"a Stream is to go on at record {skip} of {shard!r}, which has fewer",
                 remedy="resume with the shards that the checkpoint was made with",
@@ -102,8 +100,8 @@ class Shards:
 
     def _read_some(self, most: int) -> list[Any]:
         """Up to `most` next records of a shard, as many as its reader has at hand; none at its end."""
-        some = getattr(self._records, "some", None)
-        return list(itertools.islice(self._records, 1)) if some is None else some(most)
+        some = getattr(self.records, "some", None)
+        return list(itertools.islice(self.records, 1)) if some is None else some(most)
 
     def __next__(self) -> Any:
         return _only(self.some(1))
@@ -115,7 +113,7 @@ class Shards:
             shard, part = self._mine[self._unit]
             self._note(shard)
             try:
-                if self._records is None:
+                if self.records is None:
                     self._begin()
                 while records := self._read_some(count - len(found)):
                     found += records[(part - self._read) % self._parts :: self._parts]
@@ -126,11 +124,11 @@ class Shards:
             except Exception as error:
                 add_note(error, f"[reading record {self._read} of {self._shards[shard]!r}]")
                 raise
-            self._unit, self._read, self._records = self._unit + 1, 0, None
+            self._unit, self._read, self.records = self._unit + 1, 0, None
         return found
 
     def state(self) -> State:
-        tell = getattr(self._records, "tell", None) if self._takes_at else None
+        tell = getattr(self.records, "tell", None) if self._takes_at else None
         return [self._unit, self._read, tell() if tell is not None and self._read else None]
 
 
@@ -146,7 +144,7 @@ class Mapped:
         sample = next(self._source)
         seed_generators(numbered(self._key, self._count))
         self._count += 1
-        return _called(self._function, seen(sample))
+        return called(self._function, seen(sample))
 
     def state(self) -> State:
         return [self._count, self._source.state()]
@@ -165,7 +163,7 @@ class Filtered:
             sample = next(self._source)
             seed_generators(numbered(self._key, self._count))
             self._count += 1
-            if _called(self._predicate, seen(sample)):
+            if called(self._predicate, seen(sample)):
                 return sample
 
     def state(self) -> State:
@@ -319,23 +317,6 @@ def taken(cursor: Any, count: int) -> list[Any]:
         while len(found) < count:
             found.append(next(cursor))
     return found
-
-
-def _takes_at(opened: Callable[..., Any]) -> bool:
-    """Whether a user's function opens a shard at a position, its second argument; a file's `mode` is none."""
-    try:
-        second = [*inspect.signature(opened).parameters.values()][1:2]
-    except ValueError:  # a builtin
-        return False
-    return any(each.kind is each.POSITIONAL_OR_KEYWORD and not isinstance(each.default, str) for each in second)
-
-
-def _called(function: Callable[..., Any], *args: Any) -> Any:
-    """What a user's function returns; a StopIteration that it raises would be taken for the end of the stream."""
-    try:
-        return function(*args)
-    except StopIteration as error:
-        raise RuntimeError(f"{function!r} raised StopIteration") from error
 
 
 def _only(found: list[Any]) -> Any:

@@ -48,7 +48,8 @@ class Loader:
             dataset (`len(d)`, `d[i]`; a list is one), whose samples are collated; or a `Stream`, read forwards.
         batch_size: samples in a minibatch, over all ranks.
         mesh: None is the enclosing or default mesh.
-        seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards.
+        seed, shuffle, drop_last, order: as in `Sampler`; of a Stream `shuffle` is the order of its shards, and with
+            `drop_last` an epoch ends as soon as one of its virtual streams does.
         collate_fn: makes a batch of a list of samples; None is torch's default. Tensors are sharded along dimension 0;
             anything else, and tensors without dimensions, must be the same on all ranks. It may pad on each rank to the
             longest sample there: then a step gets its rank's part, `shards()` gives all parts, and `full()` raises.
@@ -145,10 +146,18 @@ class Loader:
         """The position of the next batch, plain data; it means the same at any number of ranks.
 
         It counts batches of this Loader's. Add `"settings": loader.settings` for a Loader that may be another one.
+
+        Raises:
+            SpecError: the position of a Stream's `tell()` is not plain.
         """
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
         if self._position is not None:
-            state["streams"] = json.dumps(self._position, default=operator.index)
+            try:
+                state["streams"] = json.dumps(self._position, default=operator.index)
+            except TypeError as error:
+                problem, expected = "a Stream's tell() returned what JSON does not have", "numbers, strings, lists"
+                remedy = "or leave out the second argument of open(shard, at): then records are read again, and dropped"
+                raise SpecError(problem, got=str(error), expected=expected, remedy=remedy) from None
         return state
 
     @public

@@ -206,13 +206,13 @@ def _tensors(dataset: Any) -> Any:
     if isinstance(dataset, list | torch.utils.data.Dataset):
         return None
     leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]
-    if not leaves or not all(isinstance(leaf, torch.Tensor | np.memmap) for leaf in leaves):
+    if not leaves or not all(isinstance(leaf, torch.Tensor) or _is_mapped(leaf) for leaf in leaves):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
             return None
         odd = [
             f", with a {type(leaf).__name__} at {path}"
             for path, leaf in zip(trees.paths(dataset), leaves, strict=True)
-            if path and not isinstance(leaf, torch.Tensor | np.memmap)
+            if path and not (isinstance(leaf, torch.Tensor) or _is_mapped(leaf))
         ]
         raise SpecError(
             "Loader got a dataset that it can't read",
@@ -232,4 +232,9 @@ def _tensors(dataset: Any) -> Any:
 
 def _unread(leaf: Any) -> Any:
     """A leaf of a dataset as a tensor; a mapped file stays as it is, so that each rank reads its own samples only."""
-    return leaf if isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc" else as_tensor(leaf)
+    return leaf if _is_mapped(leaf) else as_tensor(leaf)
+
+
+def _is_mapped(leaf: Any) -> bool:
+    """Whether it is a mapped file of numbers."""
+    return isinstance(leaf, np.memmap) and leaf.dtype.kind in "biufc"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..kernels.arguments import is_number
@@ -90,7 +90,7 @@ class Stream:
             records again and drops them.
 
     Raises:
-        SpecError: there are no shards, or `open` can't be called.
+        SpecError: there are no shards, one is an iterator, or `open` can't be called.
     """
 
     def __init__(self, shards: Iterable[Any], open: Callable[..., Any]):
@@ -101,6 +101,13 @@ class Stream:
                 "Stream got nothing to read",
                 got=f"{got}, and {open!r} to open them with",
                 expected="at least one shard, and a function open(shard)",
+            )
+        once = next((shard for shard in shards if isinstance(shard, Iterator)), None)
+        if once is not None:
+            raise SpecError(
+                "Stream got a shard that can be read only once, and each epoch reads all shards anew",
+                got=f"a {type(once).__name__}",
+                remedy="make the iterator in open(shard), of what the shard names: a path, a list, a dataset",
             )
         self._stage = _Stage("shards", (shards, open))
 

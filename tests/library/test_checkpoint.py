@@ -139,6 +139,9 @@ def test_other_classes_and_other_structures(tmp_path: Path) -> None:
     save(tmp_path, Pair(torch.ones(2), 3))
     with pytest.raises(SpecError, match="pass like="):
         restore(tmp_path)
+    written = {"name": np.str_("a"), "count": np.int64(2), "on": np.bool_(True)}
+    save(tmp_path / "numpy", written)
+    assert restore(tmp_path / "numpy", like=written) == {"name": "a", "count": 2, "on": True}
     back = restore(tmp_path, like=Pair(None, 0))
     assert isinstance(back, Pair) and same(tuple(back), (torch.ones(2), 3))
     with pytest.raises(SpecError, match=r"another structure.*\['x'\].*not in the checkpoint"):
@@ -513,14 +516,17 @@ FAILS_AT_THE_END = """
 import sys
 import torch
 from spmd import save
-save(sys.argv[1], {"w": torch.ones(4)}, background=True)
+for path in sys.argv[1:]:
+    save(path, {"w": torch.ones(4)}, background=True)
 """
 
 
 def test_what_went_wrong_in_the_background_is_printed_when_the_program_ends(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    _, _, err = run(script(tmp_path, FAILS_AT_THE_END), str(tmp_path / "file"))
-    assert "NotADirectoryError" in err
+    files = [tmp_path / name for name in ("last", "best")]
+    for file in files:
+        file.write_text("")
+    _, _, err = run(script(tmp_path, FAILS_AT_THE_END), *map(str, files))
+    assert all(f"NotADirectoryError: [Errno 20] Not a directory: '{file}'" in err for file in files)
     status, _, err = run(script(tmp_path, FAILS_AT_THE_END), str(tmp_path / "folder"))
     assert status == 0 and err == "" and restore(tmp_path / "folder")["w"].tolist() == [1, 1, 1, 1]
 

@@ -136,7 +136,7 @@ def test_strings_are_refused_with_a_way_out(shared_mesh):
     assert next(iter(kept)).shards()[1].tolist() == [1, 3]
 
 
-def test_what_it_cannot_read_is_refused(shared_mesh):
+def test_what_it_cannot_read_is_refused(shared_mesh, tmp_path):
     class Forwards(IterableDataset):
         def __iter__(self):
             return iter([1, 2])
@@ -167,6 +167,11 @@ def test_what_it_cannot_read_is_refused(shared_mesh):
     for nothing in ({"x": [1, 2]}, 3, None, {"x": "text"}, {}):
         with pytest.raises(SpecError, match="can't read"):
             Loader(nothing, 2, mesh=mesh)
+    names = np.memmap(tmp_path / "names", "S4", "w+", shape=3)
+    with pytest.raises(SpecError, match=r"got dict, with a memmap at \['names'\]"):
+        Loader({"x": torch.ones(3), "names": names}, 2, mesh=mesh)
+    with pytest.raises(SpecError, match=r"of tensors.*got bytes_.*give a collate_fn"):
+        list(Loader(names, 2, mesh=mesh))
     with pytest.raises(SpecError, match=r"got dict, with a str at \['names'\]\[0\]"):
         Loader({"x": torch.ones(2), "names": ["a", "b"]}, 2, mesh=mesh)
     with pytest.raises(SpecError, match="prefetch"):

@@ -84,6 +84,9 @@ def test_epochs_differ_and_come_again(shared_mesh):
     assert [batch.full().tolist() for batch in loader] == second
     whole = Loader(Stream(range(10), numbers), 8, mesh=shared_mesh({"data": 2}), drop_last=True, seed=1)
     assert {batch.shape[0] for batch in whole} == {8}
+    uneven = Stream([2, 5], range)
+    whole = Loader(uneven, 2, mesh=shared_mesh({"data": 2}), drop_last=True, shuffle=False)
+    assert [batch.full().tolist() for batch in whole] == [[0, 0], [1, 1]]
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
@@ -364,6 +367,35 @@ def test_a_stop_iteration_of_a_users_function_is_not_the_end(shared_mesh):
             all_of(stream, mesh)
 
 
+def test_a_position_that_is_not_plain_is_refused(shared_mesh):
+    class Records:
+        def __init__(self, shard, at=None):
+            self.records = numbers(shard)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.records)
+
+        def tell(self):
+            return b"token"
+
+    loader = Loader(Stream(range(4), Records), 4, mesh=shared_mesh({"data": 2}))
+    next(iter(loader))
+    with pytest.raises(SpecError, match=r"tell\(\) returned.*'bytes'.*leave out the second argument"):
+        loader.state_dict()
+
+
+def test_an_iterator_that_is_opened_twice_is_refused(shared_mesh):
+    pairs = enumerate(range(12))
+    loader = Loader(Stream([0], lambda shard: pairs), 4, mesh=shared_mesh({"data": 2}))
+    with pytest.raises(
+        SpecError, match=r"one iterator to two virtual streams.*got <enumerate.* for 0.*a new iterator in open"
+    ):
+        list(loader)
+
+
 def test_a_type_error_of_an_iterator_is_the_programs_own(shared_mesh):
     class Fails:
         def __iter__(self):
@@ -401,6 +433,8 @@ def test_bad_arguments_are_refused(shared_mesh):
     for bad in (
         lambda: Stream([], numbers),
         lambda: Stream([1], 3),
+        lambda: Stream([iter([1, 2])], list),  # which the first that opens it would use up
+        lambda: Stream([(i for i in range(2))], iter),
         lambda: stream.shuffle(0),
         lambda: stream.pack(1.5),
         lambda: stream.map(3),
