@@ -129,6 +129,13 @@ class Loader:
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(self, name, _INSTEAD)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_most_left" in vars(self):  # as of a DataLoader
+            epoch = "loader.load_state_dict({'epoch': ..., 'step': 0}) goes on with another epoch; "
+            remedy = f"{epoch if 'epoch' in name else ''}make another Loader for other settings"
+            raise SpecError(f"{name} of a Loader cannot be set", remedy=remedy)
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         return len(self._batches)
 

@@ -314,6 +314,16 @@ def test_going_on_with_another_batch_size(shared_mesh, shuffle):
         going.load_state_dict({**state, "settings": 3})
 
 
+def test_its_settings_do_not_change(shared_mesh):
+    """As those of a DataLoader; it went on as before, silently."""
+    loader = Loader(torch.arange(8), 4, mesh=shared_mesh({"data": 2}))
+    with pytest.raises(SpecError, match=r"epoch of a Loader cannot be set: loader\.load_state_dict\("):
+        loader.epoch = 3
+    for name in ("batch_size", "dataset", "sampler", "shards"):
+        with pytest.raises(SpecError, match=f"{name} of a Loader cannot be set: make another Loader"):
+            setattr(loader, name, 2)
+
+
 def test_positions_that_are_not_there(shared_mesh):
     loader = Loader(torch.arange(10), 4, mesh=shared_mesh({"data": 2}))
     for state in ({"epoch": -1, "step": 0}, {"epoch": 0, "step": 4}, {"epoch": 0, "step": -1}):
