@@ -63,11 +63,11 @@ class Snapshot:
     def __init__(self, function: Any, whole: tuple[type, ...] = (), *, exchanges: bool = False):
         # Where to read: the index of an object found so far, its type, how to read it, and how many parts that gives.
         self._reads: list[tuple[int, weakref.ref[type], Reader, int]] = []
-        # Containers that were found again: their index, and the index where they were read.
+        # What was found again of these: its index, and the index where they were read.
         self._again: list[tuple[int, int]] = []
         found, depths = [function], [0]
         seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was found, and its index there
-        into: set[int] = set()  # containers whose entries are compared, so that their identity does not matter
+        into: set[int] = set()  # what has its entries compared, so that its identity does not matter
         at, plain = 0, _LOOKED_AT  # numbers and texts that may still be looked through, where nothing else is
         while at < len(found):
             obj, depth = found[at], depths[at]
@@ -79,7 +79,7 @@ class Snapshot:
                 reader, count = _look_through(obj, plain)
                 plain -= count
                 readers = [(reader, DEPTH)] if reader else []
-            is_read = bool(readers) and isinstance(obj, CONTAINERS)
+            is_read = bool(readers) and (isinstance(obj, CONTAINERS) or _is_its_parts(obj, readers))
             if is_read:
                 into.add(at - 1)
             least, first = seen.get(id(obj), (depth + 1, at - 1))
@@ -245,6 +245,11 @@ def _place(owner: Any, part: int) -> Any:
         if part < len(names) and names[part] in cells:
             return id(cells[names[part]])
     return id(owner), part
+
+
+def _is_its_parts(obj: Any, readers: list[tuple[Reader, int]]) -> bool:
+    """Whether an object with slots can't be referred to weakly: its parts are compared, and it is not kept alive."""
+    return not type(obj).__weakrefoffset__ and bool(readers[0][0](obj))
 
 
 def _is_exchanged(array: Array) -> bool:
