@@ -157,11 +157,11 @@ class ShippedObjects:
             if held is not None and all(array.mesh is mesh for array in held):
                 return known[1], held
         found = snapshot.Snapshot(function, self._whole, exchanges=holds)
-        held = found.arrays(function) or []
+        held = found.arrays(function)
         names: list[Any] = []
         self._prepare(function)
         try:
-            shipped = self.ship(obj, function, held, names)
+            shipped = self.ship(obj, function, held or (), names)
         except wire.Unsendable as error:
             part = unpicklable_part(function, self._whole)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
@@ -172,8 +172,10 @@ class ShippedObjects:
                 where=self._session.describe(),
                 remedy=remedy,
             ) from None
-        found.fix(held, [name[1] for name in names if name[0] == "held"])
         shipped.kind, shipped.before = found.kind, known and known[0]
+        sent = [name[1] for name in names if name[0] == "held"]
+        if held is None or not found.fix(function, held, sent):  # it is for this call only
+            return shipped, held or []
         if holder is not None:
             self._functions[holds][holder] = (found, shipped)
         return shipped, held

@@ -63,11 +63,11 @@ class Snapshot:
     def __init__(self, function: Any, whole: tuple[type, ...] = (), *, exchanges: bool = False):
         # Where to read: the index of an object found so far, its type, how to read it, and how many parts that gives.
         self._reads: list[tuple[int, weakref.ref[type], Reader, int]] = []
-        # Containers that were found again: their index, and the index where they were read.
+        # What was found again of these: its index, and the index where they were read.
         self._again: list[tuple[int, int]] = []
         found, depths = [function], [0]
         seen: dict[int, tuple[int, int]] = {}  # id -> the least depth at which it was found, and its index there
-        into: set[int] = set()  # containers whose entries are compared, so that their identity does not matter
+        into: set[int] = set()  # what has its entries compared, so that its identity does not matter
         at, plain = 0, _LOOKED_AT  # numbers and texts that may still be looked through, where nothing else is
         while at < len(found):
             obj, depth = found[at], depths[at]
@@ -79,7 +79,7 @@ class Snapshot:
                 reader, count = _look_through(obj, plain)
                 plain -= count
                 readers = [(reader, DEPTH)] if reader else []
-            is_read = bool(readers) and isinstance(obj, CONTAINERS)
+            is_read = bool(readers) and (isinstance(obj, CONTAINERS) or _is_its_parts(obj, readers))
             if is_read:
                 into.add(at - 1)
             least, first = seen.get(id(obj), (depth + 1, at - 1))
@@ -145,9 +145,15 @@ class Snapshot:
 
     def arrays(self, function: Any) -> list[Array] | None:
         """If all else is as it was, the Arrays that may be exchanged as they are now, by number; else None."""
+        found = self._as_before(function)
+        return None if found is None else self._arrays_in(found)
+
+    def _as_before(self, function: Any) -> list[Any] | None:
+        """What lies where something was found, if all but the Arrays that may be exchanged is as it was."""
         found, other = self._found_now(function)
-        if other is not None or not self._is_as_before(found):
-            return None
+        return None if other is not None or not self._is_as_before(found) else found
+
+    def _arrays_in(self, found: list[Any]) -> list[Array] | None:
         arrays: list[Array] = []
         for at, number in self._arrays:
             array = found[at]
@@ -162,15 +168,32 @@ class Snapshot:
             return None
         return arrays
 
-    def fix(self, held: list[Array], sent: list[int]) -> None:
+    def fix(self, function: Any, held: list[Array], sent: list[int]) -> bool:
         """Don't exchange Arrays that were also sent from where this does not look, and may stay there.
 
         Args:
             held: as `arrays` gave them.
             sent: their numbers, one for each place that they were sent from.
+
+        Returns:
+            Whether all is as it was; else another thread has changed something.
         """
-        seen, times = collections.Counter(number for _, number in self._arrays), collections.Counter(sent)
+        found = self._as_before(function)
+        now = None if found is None else self._arrays_in(found)
+        if found is None or now is None or any(map(operator.is_not, now, held)):
+            return False
+        owners = self._owners()
+        places = {(number, _place(found[owners[at][0]], at - owners[at][1])) for at, number in self._arrays}
+        seen, times = collections.Counter(number for number, _ in places), collections.Counter(sent)
         self._fixed = [(number, weakref.ref(held[number])) for number in times if times[number] > seen[number]]
+        return True
+
+    def _owners(self) -> list[tuple[int, int]]:
+        """Of each that was found what it is part of, and where the parts of that begin."""
+        owners = [(0, 0)]
+        for at, _, _, count in self._reads:
+            owners += [(at, len(owners))] * count
+        return owners
 
     def changed_part(self, function: Any) -> str:
         """What has changed first, for messages; empty if it has no name."""
@@ -182,14 +205,12 @@ class Snapshot:
             changed = (
                 next((at for at, refer in there if refer() is not found[at]), None) if changed is None else changed
             )
-        owners, first = [0], [0]  # of each what it is part of, and where the parts of that begin
-        for at, _, _, count in self._reads:
-            first += [len(first)] * count
-            owners += [at] * count
+        owners = self._owners()
         while changed:
-            if name := _name_in(found[owners[changed]], changed - first[changed]):
+            owner, first = owners[changed]
+            if name := _name_in(found[owner], changed - first):
                 return name
-            changed = owners[changed]
+            changed = owner
         return ""
 
     def _is_as_before(self, found: list[Any]) -> bool:
@@ -211,6 +232,24 @@ def _name_in(owner: Any, part: int) -> str:
         return f"{names[part - 3]!r}, used in {owner.__qualname__}" if 3 <= part < 3 + len(names) else ""
     names = [] if isinstance(owner, CONTAINERS) else list(getattr(owner, "__dict__", ()))
     return f"{names[part % len(names)]!r} of an object of {type(owner).__name__}" if names else ""
+
+
+def _place(owner: Any, part: int) -> Any:
+    """Tells apart where objects have their parts: a cell may be that of several functions, and a module has what its
+    children have."""
+    if isinstance(owner, torch.nn.Module):
+        return torch.nn.Module
+    if isinstance(owner, types.FunctionType):
+        cells = dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=False))
+        names = ["", "", "", *used_by(owner)]
+        if part < len(names) and names[part] in cells:
+            return id(cells[names[part]])
+    return id(owner), part
+
+
+def _is_its_parts(obj: Any, readers: list[tuple[Reader, int]]) -> bool:
+    """Whether an object with slots can't be referred to weakly: its parts are compared, and it is not kept alive."""
+    return not type(obj).__weakrefoffset__ and bool(readers[0][0](obj))
 
 
 def _is_exchanged(array: Array) -> bool:

@@ -38,7 +38,7 @@ _AS_A_WHOLE = (
 )  # a logger refers to all others, and is sent as its name
 OF_MODULES = frozenset(vars(torch.nn.Module()))
 DEPTH = 6  # levels of objects and containers: a subset, its dataset, the transform, its list, one of these, a number
-OWN = __name__.partition(".")[0] + "."  # the library's own objects with slots are frozen
+OWN = __name__.partition(".")[0] + "."  # of the library's own objects with slots, dataclasses are looked into
 LOOKED_INTO = 256  # at most so many entries of a container, or attributes of an object
 _ARRAY_BYTES = 1 << 16  # arrays up to this size are read whole
 
@@ -74,7 +74,8 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         read = list if type(obj) in (list, tuple, set) else _items
     else:
         slots = _slots_of(type(obj))
-        read = _reader_of_slots(slots) if slots and not type(obj).__module__.startswith(OWN) else _own_attributes
+        is_read = dataclasses.is_dataclass(type(obj)) or not type(obj).__module__.startswith(OWN)
+        read = _reader_of_slots(slots) if slots and is_read else _own_attributes
     if len(read(obj)) > LOOKED_INTO * (1 + (read is not list)):  # others give names as well
         return None
     return read, depth + 1

@@ -21,6 +21,7 @@ import torch
 
 from ...kernels import torch_private
 from ...kernels.flat import extent_bytes
+from ..array import Array
 from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader, parts_of_data
 
 _PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
@@ -104,9 +105,9 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     """A reader of what a module and its children have besides parameters and buffers.
 
     It tells whether numbers and texts in their attributes are as now, and gives what else may change: hooks, other
-    attributes (plain tensors, arrays, functions, short containers and objects of these and of data alone; of anything
-    else a reference, which tells whether it is another), and those of their classes that travel with the module,
-    methods and all. What to read is found once: whether a child is another is for others to see.
+    attributes (plain tensors, Arrays, arrays, functions, short containers and objects of these and of data alone; of
+    anything else a reference, which tells whether it is another), and those of their classes that travel with the
+    module, methods and all. What to read is found once: whether a child is another is for others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
@@ -165,8 +166,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an array, a function, or a container or an object that has nothing but these and data."""
-    if isinstance(value, torch.Tensor | np.ndarray | types.FunctionType | types.MethodType):
+    """Whether it is a tensor, an Array, an array of NumPy, a function, or a container or an object that has nothing
+    but these and data.
+    """
+    if isinstance(value, torch.Tensor | Array | np.ndarray | types.FunctionType | types.MethodType):
         return True
     if isinstance(value, type):
         return False
@@ -176,10 +179,11 @@ def _may_change(value: Any) -> bool:
 
 
 def _is_data(values: list[Any]) -> bool:
-    """Whether there is nothing but data, tensors and arrays in them, at any depth, and not too many to tell."""
+    """Whether there is nothing but data, tensors, Arrays and arrays in them, at any depth, and not too many to tell."""
     left, count = values, 0
     while left and count + len(left) <= _PARTS:
-        parts = parts_of_data(left.pop())
+        one = left.pop()
+        parts = [] if isinstance(one, Array) else parts_of_data(one)
         if parts is None:
             return False
         count += 1

@@ -157,6 +157,103 @@ def test_a_value_that_also_lies_where_changes_are_not_looked_for(mesh, deep):
     assert found == [707.0, 701.0, 702.0]
 
 
+def test_what_is_found_twice_and_sent_once(mesh):
+    """What is sent a second time is sent from where changes are not looked for: values there stay as they are."""
+    state = holder(params={"w": put(torch.tensor(1.0), mesh=mesh)})
+    trainer = holder(state=state, log=[put(torch.tensor(0.0), mesh=mesh) for _ in range(300)])
+    trainer.log[5] = state.params["w"]
+
+    def forward():
+        return state.params["w"].local
+
+    def loss():
+        return forward()
+
+    def outer():
+        return loss()
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return 100 * trainer.log[5].local + outer() + x
+
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        if value > 1:
+            state.params = {"w": put(torch.tensor(value), mesh=mesh)}
+        found.append(float(step(torch.tensor(0.0))))
+    assert found == [101.0, 102.0, 103.0]
+
+
+def test_a_variable_of_several_functions(mesh):
+    w = put(torch.tensor(1.0), mesh=mesh)
+    log = [w, *(put(torch.tensor(0.0), mesh=mesh) for _ in range(300))]
+
+    def forward():
+        return w.local
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return 100 * log[0].local + forward() + w.local + x
+
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        w = w if value == 1 else put(torch.tensor(value), mesh=mesh)
+        found.append(float(step(torch.tensor(0.0))))
+    assert found == [102.0, 104.0, 106.0]
+
+
+class Changing:
+    """An object that does something when it is pickled, as another thread may just then."""
+
+    act = print
+
+    def __getstate__(self) -> dict[str, Any]:
+        Changing.act()
+        return {}
+
+
+def test_another_thread_changes_a_value_while_the_step_is_sent(mesh):
+    held = holder(first=Changing(), w=put(torch.tensor(1.0), mesh=mesh))
+    second = put(torch.tensor(2.0), mesh=mesh)
+
+    def change() -> None:
+        held.w, Changing.act = second, print
+
+    Changing.act = change
+
+    @spmd(mesh=mesh)
+    def step(x):
+        return held.w.local + x
+
+    found = [float(step(torch.tensor(0.0)))]
+    for value in (3.0, 4.0):
+        held.w = put(torch.tensor(value), mesh=mesh)
+        found.append(float(step(torch.tensor(0.0))))
+    assert found == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "object"])
+def test_values_in_attributes_of_a_module(mesh, where):
+    """Of a trainer that is a module, as with other libraries."""
+    trainer = nn.Sequential(nn.Linear(1, 1))
+    of = trainer if where == "dict" else trainer[0]
+
+    def hold(value: Any) -> None:
+        of.state = {"list": [value], "dict": {"w": (value,)}, "object": holder(w=value)}[where]
+
+    @spmd(mesh=mesh)
+    def step(x):
+        state = of.state
+        w = {"list": lambda: state[0], "dict": lambda: state["w"][0], "object": lambda: state.w}[where]()
+        return len(trainer) * w.local + x
+
+    found = []
+    for turn in range(3):
+        hold(put(torch.tensor(float(turn)), mesh=mesh))
+        found.append(float(step(torch.tensor(0.0))))
+    assert found == [0.0, 1.0, 2.0]
+
+
 def test_names_for_one_value_may_come_to_mean_several(mesh):
     held = holder()
     held.a = held.b = put(torch.ones(2), mesh=mesh)

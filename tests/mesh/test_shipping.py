@@ -27,7 +27,7 @@ from internals import note_what_is_told
 from scripts import run, script
 from torch import nn
 
-from spmd import Mesh, MeshError, SpmdError, functional, functional_with_buffers, put, spmd
+from spmd import Mesh, MeshError, SpmdError, functional, functional_with_buffers, optimizer, put, spmd
 from spmd.mesh.driver import snapshot as shipping
 from spmd.mesh.driver.snapshot import Snapshot
 from spmd.mesh.pickling import references
@@ -787,6 +787,36 @@ def test_what_nobody_needs_is_forgotten(spied):
     gc.collect()
     assert shipped_now() == with_table - 1
     assert len(mesh.driver.shipped._packets) <= before + 3
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    owner: object
+
+
+def test_a_dropped_trainer_is_freed_though_its_step_refers_to_it(make_mesh):
+    """What ranks know of the step was kept, and kept its trainer, through objects that can't be referred to weakly."""
+    mesh = make_mesh({"data": 1})
+
+    class Trainer:
+        def __init__(self):
+            self.opt = optimizer(torch.optim.SGD, schedule=self.rate)
+            self.slotted = Slotted(self)
+            self.step = spmd(self._step, mesh=mesh)
+
+        def rate(self, step):
+            return 1.0
+
+        def _step(self, x):
+            return x + 1
+
+    trainer = Trainer()
+    for _ in range(3):
+        assert float(trainer.step(torch.tensor(1.0))) == 2.0
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_calls_have_noted_is_forgotten_with_their_function(make_mesh):
