@@ -214,4 +214,17 @@ def check_list(
         dtype = tensor.dtype if dtype is None else dtype
         if tensor.dtype != dtype:
             raise SpecError(f'{name} got a bad "{argument}"', got=f"{tensor.dtype} at {index}", expected=f"{dtype}")
+    if written:
+        _check_apart(name, argument, [tensor.data_ptr() for tensor in tensors if tensor.numel()])
     return list(tensors)
+
+
+def _check_apart(name: str, argument: str, addresses: list[int]) -> None:
+    """Refuse outputs of which one would overwrite another."""
+    if len(set(addresses)) < len(addresses):
+        raise SpecError(
+            f'{name} got a bad "{argument}"',
+            got="the same memory several times",
+            expected="memory for each rank's tensor",
+            remedy="write [torch.empty_like(x) for _ in range(size)] for [torch.empty_like(x)] * size",
+        )

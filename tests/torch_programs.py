@@ -469,6 +469,14 @@ def objects(rank: int, size: int) -> None:
         got = [None]
         dist.recv_object_list(got, 0)
         assert got == [{"a": 1}]
+    # Bytes that the copy overwrites: the codes between hosts are those of what was sent.
+    whole = torch.full((size, 3), rank + 1, dtype=torch.uint8)
+    dist.all_gather(list(whole), whole[0])
+    assert whole[:, 0].tolist() == [each + 1 for each in range(size)]
+    pieces = list(torch.arange(size, dtype=torch.uint8))
+    mine = pieces[1] if rank == 0 else torch.zeros((), dtype=torch.uint8)
+    dist.scatter(mine, pieces if rank == 0 else None, 0)
+    assert int(mine) == rank
 
 
 @program

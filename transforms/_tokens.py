@@ -236,8 +236,10 @@ class _Apply(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         x, _, ctx.operation = inputs
         ctx.region, ctx.plan, ctx.state = current(), current_plan(), state()
+        # A layer that is computed again (torch.utils.checkpoint) is so when something asks for what it saved. Its last
+        # collective does, before it communicates: so all ranks communicate again, and at the same place in the chain.
+        ctx.save_for_backward(*((x, output[0]) if ctx.operation.saves else output[1:]))
         if ctx.operation.saves:
-            ctx.save_for_backward(x, output[0])
             ctx.save_for_forward(x, output[0])
 
     @staticmethod

@@ -231,9 +231,10 @@ class ShmCommunicator(Communicator):
             mine if rank == self.rank else self.arena.tensor(at, mine.numel(), mine.dtype)
             for rank, (at, _) in enumerate(entries)
         ]
-        # Write directly into the output, unless it shares memory with this rank's input.
+        # Write directly into the output, unless it shares memory with this rank's input, or `out=` refuses it.
         buffer = writable(output)
-        if output.untyped_storage().data_ptr() == ins[self.rank].untyped_storage().data_ptr():
+        shared = output.untyped_storage().data_ptr() == ins[self.rank].untyped_storage().data_ptr()
+        if shared or output.is_inference():
             buffer = torch.empty_like(buffer)
         reduce_in_order(parts, op, buffer.view(-1))
         self._slots.read(sequence)

@@ -23,6 +23,7 @@ _numbers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictiona
 def broadcast(comm: Communicator, tensor: torch.Tensor, src: int, later: bool) -> Any:
     started = comm.broadcast(tensor, src, async_op=later)
     if _is_vouched(comm, tensor, later):
+        _begin(comm)
         theirs = _code(comm, src, tensor) if comm.rank == src else _no_code()
         comm.broadcast(theirs, src)
         _check(comm, src, tensor, theirs)
@@ -30,45 +31,58 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, src: int, later: bool) -
 
 
 def all_gather(comm: Communicator, pieces: list[torch.Tensor], tensor: torch.Tensor, later: bool) -> Any:
+    mine = _codes(comm, comm.rank, [tensor], later)
     started = comm.all_gather(pieces, tensor, async_op=later)
-    if _is_vouched(comm, tensor, later):
+    if mine:
+        _begin(comm)
         codes = [_no_code() for _ in pieces]
-        comm.all_gather(codes, _code(comm, comm.rank, tensor))
+        comm.all_gather(codes, mine[0])
         _check_all(comm, pieces, codes)
     return started
 
 
 def gather(comm: Communicator, tensor: torch.Tensor, pieces: list[torch.Tensor] | None, dst: int, later: bool) -> Any:
+    mine = _codes(comm, comm.rank, [tensor], later)
     started = comm.gather(tensor, pieces, dst, async_op=later)
-    if _is_vouched(comm, tensor, later):
+    if mine:
+        _begin(comm)
         codes = None if pieces is None else [_no_code() for _ in pieces]
-        comm.gather(_code(comm, comm.rank, tensor), codes, dst)
+        comm.gather(mine[0], codes, dst)
         _check_all(comm, pieces or (), codes or ())
     return started
 
 
 def scatter(comm: Communicator, tensor: torch.Tensor, pieces: list[torch.Tensor] | None, src: int, later: bool) -> Any:
+    codes = _codes(comm, src, pieces or (), later)
     started = comm.scatter(tensor, pieces, src, async_op=later)
     if _is_vouched(comm, tensor, later):
+        _begin(comm)
         mine = _no_code()
-        comm.scatter(mine, None if pieces is None else [_code(comm, src, piece) for piece in pieces], src)
+        comm.scatter(mine, codes or None, src)
         _check(comm, src, tensor, mine)
     return started
 
 
 def _is_vouched(comm: Communicator, tensor: torch.Tensor, later: bool) -> bool:
-    if not isinstance(comm, NetworkedCommunicator) or later or tensor.dtype is not torch.uint8:
-        return False
+    return isinstance(comm, NetworkedCommunicator) and not later and tensor.dtype is torch.uint8
+
+
+def _begin(comm: Communicator) -> None:
+    """Count a copy, once its bytes have come: bad arguments, for which one rank alone raises, don't count."""
     _numbers[comm] = _numbers.get(comm, 0) + 1
-    return True
+
+
+def _codes(comm: Communicator, source: int, tensors: Sequence[torch.Tensor], later: bool) -> list[torch.Tensor]:
+    """The codes of what a copy is about to send, made before, since it may overwrite that; none for one without."""
+    return [_code(comm, source, each, ahead=1) for each in tensors if _is_vouched(comm, each, later)]
 
 
 def _no_code() -> torch.Tensor:
     return torch.zeros(CODE_BYTES, dtype=torch.uint8, device="cpu")
 
 
-def _code(comm: Any, source: int, tensor: torch.Tensor) -> torch.Tensor:
-    number = f"{source} {_numbers[comm]}".encode()  # so that an overheard code fits no other copy
+def _code(comm: Any, source: int, tensor: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+    number = f"{source} {_numbers.get(comm, 0) + ahead}".encode()  # so that an overheard code fits no other copy
     made = code(comm.key, b"object", number, tensor.detach().contiguous().numpy().tobytes())
     return torch.frombuffer(bytearray(made), dtype=torch.uint8)
 

@@ -115,7 +115,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed leaf": lambda t: t.clone().mT.detach().requires_grad_(t.is_floating_point()),
     "conjugated": lambda t: t.to(torch.complex64).mul(1 + 2j).conj(),
     "negated": lambda t: t.to(torch.complex64).mul(1 + 2j).conj().imag,
+    "made in inference mode": torch.inference_mode()(torch.clone),
 }
+COPIES = ("channels last", "leaf", "transposed leaf", "conjugated", "negated", "made in inference mode")
 
 
 def laid_out(name: str, rank: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +198,7 @@ def test_layouts(mesh: Mesh, size: int, name: str) -> None:
             base, view = found[operation]
             assert view.shape == result.shape
             assert torch.allclose(view, result), f"{operation} on rank {rank}"
-            if name not in ("channels last", "leaf", "transposed leaf", "conjugated", "negated"):  # those are copies
+            if name not in COPIES:
                 memory, part = laid_out(name, rank)
                 part.copy_(view)
                 assert same(base, memory), f"{operation} on rank {rank} wrote beside the tensor"
@@ -566,6 +568,12 @@ def bad_arguments(mesh: Mesh) -> dict[str, Any]:
         "tensor_list[0] expanded": lambda: comm.all_gather([wide, *many[1:]], one),
         "output expanded": lambda: comm.reduce_scatter(wide, many),
     }
+    if comm.size > 1:
+        cases |= {
+            "tensor_list of one tensor": lambda: comm.all_gather([torch.empty(2)] * comm.size, one),
+            "gather_list of one tensor": lambda: comm.gather(one, [torch.empty(2)] * comm.size, comm.rank),
+            "output_list of one tensor": lambda: comm.all_to_all([torch.empty(2)] * comm.size, many),
+        }
     return {name: attempt(case) for name, case in cases.items()}
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from spmd import (
     CollectiveMismatch,
     MeshError,
+    P,
     SpecError,
     all_gather,
     all_to_all,
@@ -704,6 +705,28 @@ def test_checkpointed_layers_communicate_again_and_give_the_same_gradients(share
         return torch.equal(grad(plain)(w), grad(again)(w)), torch.allclose(bent(plain), bent(again)), refused
 
     assert shared_mesh({"data": 2}).run(body) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_checkpointed_layers_communicate_again_on_all_ranks_whatever_their_values_depend_on(shared_mesh, backend):
+    """A rank's sum met its peer's gradient, as both have one shape."""
+    from torch.utils.checkpoint import checkpoint
+
+    def layer(w, x):
+        return psum(torch.tanh(x @ w), "data").sin()
+
+    def step(w, x, again):
+        def loss(w):
+            y = checkpoint(layer, w, x, use_reentrant=False) if again else layer(w, x)
+            return y.sum() if axis_index("data") == 0 else (w * w).sum()
+
+        return grad(loss)(w), grad(lambda w: grad(loss)(w).square().sum())(w)
+
+    torch.manual_seed(0)
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    on_the_mesh = spmd(step, mesh=shared_mesh({"data": 2}, backend=backend), in_specs=(P(), P("data"), None))
+    for plain, again in zip(on_the_mesh(w, x, False), on_the_mesh(w, x, True), strict=True):
+        assert torch.equal(plain.full(), again.full())
 
 
 def test_our_gradient_inside_a_transform_of_torch_func_is_refused(shared_mesh):
