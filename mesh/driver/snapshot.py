@@ -29,6 +29,7 @@ from ..pickling.references import (
     CONTAINERS,
     DEPTH,
     LOOKED_INTO,
+    OWN,
     SCALARS,
     Reader,
     bytes_of_array,
@@ -74,7 +75,7 @@ class Snapshot:
             at += 1
             if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
                 continue
-            readers = _readers_of(obj, depth)
+            readers = _readers_of(obj, depth, in_step=exchanges)
             if not readers and (isinstance(obj, CONTAINERS) or dataclasses.is_dataclass(type(obj))):
                 reader, count = _look_through(obj, plain)
                 plain -= count
@@ -269,8 +270,14 @@ def _alike(a: Any, b: Any) -> bool:
     return a == b or (a != a and b != b)
 
 
-def _readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
-    """The ways to look at an object and inside it, each with the depth of what it finds."""
+def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, int]]:
+    """The ways to look at an object and inside it, each with the depth of what it finds.
+
+    Args:
+        in_step: a step captures it, which may not ask for the position of a Loader.
+    """
+    if in_step and type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_in_steps"):
+        return [(type(obj)._in_steps, depth + 1)]
     if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and tensors_in(obj):
         return [(state_of_tensors, DEPTH)]
     readers = readers_of(obj, depth)

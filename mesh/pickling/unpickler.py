@@ -8,6 +8,7 @@ So one thread at a time imports what pickles name.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -20,14 +21,24 @@ _imports = threading.RLock()
 _PATIENCE = 60.0  # seconds after which a thread does not wait any more for another one's import, which may wait for it
 
 
+def _renew() -> None:
+    """In a fork the thread that imports does not exist."""
+    global _imports
+    _imports = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    has_lock = _imports.acquire(timeout=_PATIENCE)
+    lock = _imports
+    has_lock = lock.acquire(timeout=_PATIENCE)
     try:
         yield
     finally:
         if has_lock:
-            _imports.release()
+            lock.release()
 
 
 def _imported(name: str) -> ModuleType:

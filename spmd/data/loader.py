@@ -20,6 +20,7 @@ from ..mesh.array import Array
 from ..mesh.display import drawing
 from ..mesh.mesh import Mesh, resolve
 from ..mesh.put import is_array
+from ..mesh.region import current
 from .map_batches import MapBatches
 from .positions import step_here
 from .stream_batches import StreamBatches
@@ -149,14 +150,20 @@ class Loader:
         """What its batches depend on, besides the dataset and the position."""
         return {**self._batches.settings, "shards": self.shards}
 
+    @staticmethod
+    def _in_steps(loader: Loader) -> list[Any]:
+        """What a step that captures it may ask for."""
+        return [loader.dataset, loader._batches, loader._mesh, loader.settings]
+
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, plain data; it means the same at any number of ranks.
 
         It counts batches of this Loader's. Add `"settings": loader.settings` for a Loader that may be another one.
 
         Raises:
-            SpecError: the position of a Stream's `tell()` is not plain.
+            SpecError: the position of a Stream's `tell()` is not plain, or a step asks for it.
         """
+        _refuse_in_step("the position of a Loader")
         state: dict[str, Any] = {"epoch": self._epoch, "step": self._yielded}
         if self._position is not None:
             try:
@@ -196,6 +203,7 @@ class Loader:
         return _Loop(self)
 
     def _from_here(self) -> Iterator[Any]:
+        _refuse_in_step("batches of a Loader")
         mesh = resolve(self._mesh)
         self._note_left()
         self._loops += 1
@@ -319,6 +327,13 @@ class _Loop:
     def close(self) -> None:
         """End the loop, as of a generator."""
         self._batches, self._failed = iter(()), None
+
+
+def _refuse_in_step(what: str) -> None:
+    region = current()
+    if region is not None and region.pure:
+        remedy = "ask for it where the step is called, and pass it as an argument"
+        raise SpecError(f"{what} cannot be had in an @spmd step, which changes nothing around it", remedy=remedy)
 
 
 def _nbytes(batch: Any) -> int:

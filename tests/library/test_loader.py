@@ -324,6 +324,19 @@ def test_its_settings_do_not_change(shared_mesh):
             setattr(loader, name, 2)
 
 
+@pytest.mark.parametrize("ask", [lambda loader: loader.state_dict()["step"], lambda loader: next(iter(loader))])
+def test_a_step_cannot_ask_for_its_position(shared_mesh, ask):
+    """It would be that of the moment when the step was sent to the ranks."""
+    mesh = shared_mesh({"data": 2})
+    loader = Loader(torch.arange(8.0), 4, mesh=mesh)
+    with pytest.raises(SpecError, match=r"cannot be had in an @spmd step.*pass it as an argument"):
+        spmd(lambda x: x + ask(loader), mesh=mesh)(torch.ones(()))
+    assert mesh.run(lambda: loader.state_dict()["step"]) == [0, 0]
+    for _ in loader:
+        break
+    assert mesh.run(lambda: loader.state_dict()["step"]) == [1, 1]
+
+
 def test_positions_that_are_not_there(shared_mesh):
     loader = Loader(torch.arange(10), 4, mesh=shared_mesh({"data": 2}))
     for state in ({"epoch": -1, "step": 0}, {"epoch": 0, "step": 4}, {"epoch": 0, "step": -1}):

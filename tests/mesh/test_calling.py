@@ -19,6 +19,7 @@ from internals import beside_next, note_what_is_told, tell_renewals_after
 from patience import until
 
 from spmd import (
+    Loader,
     MeshError,
     P,
     Sharded,
@@ -352,6 +353,29 @@ def test_a_state_that_counts_its_steps(spied, tmp_path):
         assert state.name == (None if (turn + 1) % 3 else f"at {turn + 1}")
         assert turn < 3 or turn > 11 or "Ship" not in told
     assert state.w.tolist() == [2.0**20] * 2 and (tmp_path / "died").exists()
+
+
+def test_a_step_that_captures_the_loader_whose_batches_it_gets(spied):
+    """As a method of what holds both: it was sent anew for each batch, since the Loader's position had changed."""
+    mesh, told = spied
+
+    class Holder:
+        def __init__(self):
+            self.loader = Loader(torch.ones(24), 4, mesh=mesh)
+            self.step = spmd(data_parallel(self._step), mesh=mesh)
+
+        def _step(self, total, batch):
+            return psum(batch.sum(), "data") / len(self.loader) + total
+
+    held, total = Holder(), torch.zeros(())
+    for epoch in range(3):
+        for batch in held.loader:
+            total = held.step(total, batch)
+        if not epoch:
+            told.clear()
+    assert float(total) == pytest.approx(3 * 4) and "Ship" not in told
+    held.loader.dataset.mul_(2)
+    assert [float(held.step(torch.zeros(()), batch)) for batch in held.loader] == pytest.approx([8 / 6] * 6)
 
 
 def test_a_number_where_a_tensor_was_before(shared_mesh):
