@@ -126,6 +126,8 @@ def each_leaf(what: str, f: Callable[[Tensor], Tensor], x: Any) -> Any:
                 remedy="return it as aux of the function that is differentiated (has_aux=True)",
             )
         leaf = as_tensor(leaf)
+        if isinstance(leaf, Array) and not leaf.spec.entries:  # that a step refers to
+            leaf = leaf.local
         if isinstance(leaf, int | float | complex | np.number | np.bool_):
             leaf = torch.tensor(leaf, device="cpu")
         if not isinstance(leaf, Tensor):

@@ -95,17 +95,22 @@ _ALONE = trees.flatten(((0,), {}))[1]  # one argument, and nothing else
 def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that was given an Array.
 
+    Within a region, which may refer to Arrays of the program, it is called on their values there.
+
     Raises:
         SpecError: the Arrays are on different meshes, or the function would change one, or is about gradients.
-        MeshError: called within a region.
+        MeshError: called within a region, and an Array is cut.
     """
     name = _name_of(func)
     leaves, treedef = trees.flatten((args, kwargs))
     mesh = _mesh_of(name, args, kwargs, leaves)
     written = _written(func, name, args, kwargs)
+    if written is not None and any(map(is_array, trees.leaves(written, is_leaf=is_array))):
+        _refuse_write(name, inplace=kwargs.get("inplace"))
+    if current() is not None:
+        args, kwargs = trees.unflatten(treedef, [_here(name, leaf) for leaf in leaves])
+        return func(*args, **kwargs)
     if written is not None:
-        if any(map(is_array, trees.leaves(written, is_leaf=is_array))):
-            _refuse_write(name, inplace=kwargs.get("inplace"))
         return func(*fetch(args), **fetch(kwargs))
     if mesh.is_driver and any(isinstance(leaf, torch.Generator) for leaf in leaves):
         raise SpecError(
@@ -151,22 +156,28 @@ def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) 
     if name in _OF_GRADIENTS:
         freezes = name == "requires_grad_" and False in (*args[1:], *kwargs.values())
         refuse_gradients(f"{name} was asked of an Array", FREEZE if freezes else WAY)
-    if in_torch_func():
+    if in_torch_func() and current() is None:
         raise SpecError(
             f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
             remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
         )
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
     mesh = arrays[0].mesh
-    if current() is not None:
-        raise MeshError(
-            f"torch's {name} was given an Array in a region", remedy="use its .local, this rank's shard, there"
-        )
     if any(array.mesh is not mesh for array in arrays):
         raise SpecError(
             f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
         )
     return mesh
+
+
+def _here(name: str, leaf: Any) -> Any:
+    """The value of an Array that is whole, on this rank."""
+    if type(leaf) is not Array:
+        return leaf
+    if leaf.spec.entries:
+        problem, remedy = f"torch's {name} was given an Array that is cut", "use its .local, this rank's shard, there"
+        raise MeshError(f"{problem}, in a region", got=repr(leaf), remedy=remedy)
+    return leaf.local
 
 
 def _refuse_write(name: str, *, inplace: Any) -> NoReturn:

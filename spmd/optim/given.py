@@ -147,7 +147,7 @@ def settle(
     found = _matched(treedef, grads)
     kind = None if groups else _kind(leaves, treedef, found, state)
     known = None if kind is None else kinds.known.get(kind)
-    if known is not None:
+    if known is not None and not _has_arrays([state[part.key] for part in known.slices]):
         parts = Parts(known.slices, (), {part.key: part.localize(state[part.key]) for part in known.slices}, True)
     else:
         _refuse_arrays(leaves, treedef, found, state)
@@ -188,10 +188,20 @@ def _kind(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state
     return treedef, kinds, specs, axes, tuple(state), session.layout, session.rank, session.backend, virtual
 
 
+class HasArrays(Exception):
+    """A step of a rank, of Arrays that it captures: their shards are to be stepped."""
+
+
+def _has_arrays(tree: Any) -> bool:
+    return any(isinstance(value, Array) for value in trees.leaves(tree))
+
+
 def _refuse_arrays(leaves: list[Any], treedef: optree.PyTreeSpec, grads: list[Any], state: Mapping[str, Any]) -> None:
     """Refuse Arrays, which live on the ranks, among parameters, gradients and state."""
-    if not any(isinstance(value, Array) for value in (*leaves, *grads, *trees.leaves(state))):
+    if not _has_arrays((leaves, grads, state)):
         return
+    if current() is not None:
+        raise HasArrays
     named = [(f"params{path}", leaf) for path, leaf in zip(trees.places(treedef), leaves, strict=True)]
     named += [(f"grads{path}", grad) for path, grad in zip(trees.places(treedef), grads, strict=True)]
     named += zip((f"opt_state['state']{path}" for path in trees.paths(state)), trees.leaves(state), strict=True)

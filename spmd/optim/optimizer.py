@@ -24,10 +24,11 @@ from ..mesh import donation, trees
 from ..mesh.array import Array
 from ..mesh.purity.updates import Update
 from ..mesh.region import current, noted_updates
+from ..mesh.strides import frozen_as
 from . import clipping, parts
 from . import groups as grouping
 from .engine import Engine
-from .given import Kinds, is_trainable, settle
+from .given import HasArrays, Kinds, is_trainable, settle
 from .groups import Groups
 from .leaves import FROM_TORCH, Leaf, is_elementwise, mixing, refuse_cut
 from .schedule import Schedule
@@ -210,7 +211,10 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     state, hypers, count = _read(recipe, opt_state)
     # The new count stays on the host: reading it from a GPU, at the next step, would wait for all of the GPU's work.
     count = count.cpu() if isinstance(count, torch.Tensor) else count
-    step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
+    try:
+        step = settle(recipe.kinds, recipe.shard, recipe.groups, (leaves, treedef), grads, state)
+    except HasArrays:
+        return _stepped(recipe, *trees.map(_local, (params, grads, opt_state)))
     if recipe.mixing is not None:
         named = trees.places(treedef)
         refuse_cut(recipe.engines[0].cls, recipe.mixing, ((named[i], leaves[i]) for i in step.known.indexes))
@@ -238,6 +242,15 @@ def _stepped(recipe: Recipe, params: Any, grads: Any, opt_state: Mapping[str, An
     if updates is not None:
         updates.append(Update(step.params, step.grads, opt_state, new_params, trees.leaves(new_state)))
     return trees.unflatten(treedef, leaves), new_opt_state
+
+
+def _local(leaf: Any) -> Any:
+    """A rank's shard of an Array, as it is where the Array is an argument."""
+    if not isinstance(leaf, Array):
+        return leaf
+    shard = frozen_as(leaf.local, leaf.local.detach())
+    shard._spmd_spec = leaf.spec  # type: ignore[attr-defined]
+    return shard
 
 
 def _written(recipe: Recipe, hypers: list[dict[str, Any]], before: Any = None, given: Any = None) -> dict[str, Any]:

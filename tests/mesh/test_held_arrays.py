@@ -86,6 +86,53 @@ def test_a_trainer_s_state_does_not_send_its_step_again(mesh, told):
     assert told.count("Ship") - once <= 1 and found[0] > 2 * found[-1]
 
 
+@pytest.mark.parametrize("shard", ["auto", None])
+def test_a_step_that_takes_all_from_its_trainer(mesh, told, shard):
+    """Parameters and state are not even arguments, which opt.step refused; the results are the same."""
+
+    class Wide(Trainer):
+        def __init__(self, mesh: Mesh):
+            super().__init__(mesh)
+            self.apply, self.params = functional(nn.Linear(4, 3000))
+            self.opt = optimizer(torch.optim.AdamW, lr=0.1, shard=shard)
+            self.opt_state = self.opt.init(self.params)
+            self.captures = spmd(data_parallel(self._captures), mesh=mesh)
+
+        def _captures(self, batch: Any) -> Any:
+            return self._step(self.params, self.opt_state, batch)
+
+    x, found = torch.randn(64, 4), []
+    plain, captures = Wide(mesh), Wide(mesh)
+    captures.train_step = lambda params, opt_state, batch: captures.captures(batch)
+    captures.params = {name: value.clone() for name, value in plain.params.items()}
+    for trainer in (plain, captures):
+        told.clear()
+        trainer.fit(Loader({"x": x}, 8, mesh=mesh), lambda _, loss: found.append(loss))
+    assert found[:8] == found[8:] and sum(name.startswith("CallProgram3") for name in told) <= 3
+    for name in plain.params:
+        assert torch.equal(plain.params[name].full(), captures.params[name].full())
+
+
+def test_torch_takes_captured_values_that_are_whole(mesh):
+    apply, params = functional(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)))
+    held, x = holder(params=put(params, mesh=mesh)), torch.randn(8, 4)
+    evaluated = spmd(data_parallel(lambda batch: psum(apply(held.params, batch).square().sum(), "data")), mesh=mesh)
+    halved = spmd(lambda: {name: 0.5 * value for name, value in held.params.items()}, mesh=mesh)
+    for _ in range(3):
+        plain = {name: value.full() for name, value in held.params.items()}
+        torch.testing.assert_close(evaluated(x).full(), apply(plain, x).square().sum())
+        held.params = halved()
+        assert all(torch.equal(held.params[name].full(), 0.5 * plain[name]) for name in plain)
+    total = spmd(lambda y: (psum(held.params["1.bias"], "data"), torch.stack([held.params["1.bias"], y])), mesh=mesh)
+    assert [one.shape for one in total(torch.ones(3))] == [(3,), (2, 3)]
+    held.cut = put(torch.ones(4), P("data"), mesh=mesh)
+    with pytest.raises(MeshError, match=r"torch's mul was given an Array that is cut, in a region .*\.local"):
+        spmd(lambda y: held.cut * y, mesh=mesh)(torch.ones(()))
+    for change in (lambda y: held.params["1.bias"].add_(y), lambda y: torch.add(y, y, out=held.params["1.bias"])):
+        with pytest.raises(SpecError, match="would change an Array"):
+            spmd(change, mesh=mesh)(torch.ones(3))
+
+
 def test_other_data_that_change_in_every_call_make_few_first_calls(mesh, told):
     """Of what `self.losses.append(...)` changes, too, 8 calls are first calls, and then the 16th and so on."""
     x = torch.randn(160, 4)

@@ -380,7 +380,7 @@ MISTAKES = {  # and what the message must say
     "size of a number": (lambda x: axis_size(3), ("axis_size got a bad", "3")),
     "barrier over an unknown axis": (lambda x: barrier("x"), ("barrier got an unknown", "'x'")),
     "a string": (lambda x: psum({"a": "b"}, "data"), ("psum got unexpected type", "str")),
-    "an Array": (lambda x: psum(put(x), "data"), ("psum got unexpected type", "Array", "its .local")),
+    "an Array": (lambda x: psum(put(x, P("data")), "data"), ("psum got unexpected type", "Array", "its .local")),
     "nothing": (lambda x: psum(None, "data"), ("psum got unexpected type", "NoneType")),
     "dim too large": (lambda x: all_gather(x, "data", dim=3), ('all_gather got a bad "dim"', "-3 to 2", "3")),
     "tiled dim too large": (lambda x: all_gather(x, "data", dim=2, tiled=True), ("-2 to 1",)),
