@@ -90,7 +90,9 @@ def assemble(
     rows = "" if remedy is SHARDS_OF_ONE else ROWS
     told = told_among(outputs[0][1])
     if prints:
-        outputs = {rank: (tree, with_values(metas, prints[rank])) for rank, (tree, metas) in outputs.items()}
+        reports = {rank: with_values(metas, prints[rank]) for rank, (_, metas) in outputs.items()}
+        outputs = {rank: (outputs[rank][0], metas) for rank, (metas, _) in reports.items()}
+        prints = [reports[rank][1] for rank in range(len(prints))]
     treedef, first = outputs[0]
     for rank, (other, _) in outputs.items():
         if other != treedef:

@@ -249,8 +249,12 @@ def _place(owner: Any, part: int) -> Any:
 
 
 def _is_its_parts(obj: Any, readers: list[tuple[Reader, int]]) -> bool:
-    """Whether an object with slots can't be referred to weakly: its parts are compared, and it is not kept alive."""
-    return not type(obj).__weakrefoffset__ and bool(readers[0][0](obj))
+    """Whether an object with slots can't be referred to weakly: its parts are compared, and it is not kept alive.
+
+    One of a class derived from a built-in one, a Decimal for instance, has a value besides them.
+    """
+    in_slots = all("__slots__" in vars(cls) for cls in type(obj).__mro__[:-1])
+    return not type(obj).__weakrefoffset__ and in_slots and bool(readers[0][0](obj))
 
 
 def _is_exchanged(array: Array) -> bool:

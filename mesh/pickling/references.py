@@ -146,7 +146,7 @@ def _reader_of_slots(slots: list[str]) -> Reader:
         try:
             return [*get(obj)[1:], *_own_attributes(obj)]
         except AttributeError:  # one is empty
-            return list(attributes_of(obj).values())
+            return _entries(attributes_of(obj))
 
     return read
 

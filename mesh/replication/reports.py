@@ -92,9 +92,12 @@ def what_was_told(prints: bytes) -> tuple[bytes, tuple[Any, ...]]:
     return prints[:start], pickle.loads(prints[start:end])
 
 
-def with_values(metas: list[OutputMeta], prints: bytes) -> list[OutputMeta]:
-    """A rank's report, with the values that it has told with these prints."""
-    found, indices = list(metas), told_among(metas)
-    for index, value in zip(indices, what_was_told(prints)[1], strict=True) if indices and prints else ():
+def with_values(metas: list[OutputMeta], prints: bytes) -> tuple[list[OutputMeta], bytes]:
+    """A rank's report with the values that it has told with these prints, and the prints of its tensors alone."""
+    indices = told_among(metas)
+    if not indices or not prints:
+        return metas, prints
+    found, (prints, told) = list(metas), what_was_told(prints)
+    for index, value in zip(indices, told, strict=True):
         found[index] = dataclasses.replace(metas[index], value=value)
-    return found
+    return found, prints

@@ -6,6 +6,7 @@ the sampler alone. Invariant: the batches depend on the sampler's arguments, nev
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import operator
@@ -131,7 +132,7 @@ class Loader:
             raise no_attribute(self, name, _INSTEAD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and "_most_left" in vars(self):  # as of a DataLoader
+        if name in _SETTINGS and "_most_left" in vars(self):  # as of a DataLoader
             epoch = "loader.load_state_dict({'epoch': ..., 'step': 0}) goes on with another epoch; "
             remedy = f"{epoch if 'epoch' in name else ''}make another Loader for other settings"
             raise SpecError(f"{name} of a Loader cannot be set", remedy=remedy)
@@ -153,7 +154,8 @@ class Loader:
     @staticmethod
     def _in_steps(loader: Loader) -> list[Any]:
         """What a step that captures it may ask for."""
-        return [loader.dataset, loader._batches, loader._mesh, loader.settings]
+        own = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+        return [loader.dataset, loader._batches, loader._mesh, {**loader.settings, **own}]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, plain data; it means the same at any number of ranks.
@@ -296,6 +298,10 @@ class Loader:
     def __repr__(self) -> str:
         what = self.dataset if isinstance(self.dataset, Stream) else self.sampler
         return f"Loader({what!r}, shards={self.shards})"
+
+
+# Others are the program's own.
+_SETTINGS = {*inspect.signature(Loader).parameters, "epoch", "sampler", "settings"}
 
 
 class _Loop:

@@ -322,6 +322,9 @@ def test_its_settings_do_not_change(shared_mesh):
     for name in ("batch_size", "dataset", "sampler", "shards"):
         with pytest.raises(SpecError, match=f"{name} of a Loader cannot be set: make another Loader"):
             setattr(loader, name, 2)
+    scaled = spmd(lambda x: x * loader.scale, mesh=shared_mesh({"data": 2}))
+    for loader.scale in (2, 3):  # the program's own
+        assert float(scaled(torch.ones(()))) == loader.scale
 
 
 @pytest.mark.parametrize("ask", [lambda loader: loader.state_dict()["step"], lambda loader: next(iter(loader))])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 
 import pytest
 import torch
+from internals import leave_numbers_on_the_gpu
 from scripts import launched, script
 
 from spmd import Mesh, P, Sharded, SpecError, axis_index, spmd
@@ -64,6 +67,24 @@ def test_values_that_change_with_every_call_are_compared_on_every_call(mesh, sin
     text = rf"result \['n'\] of <lambda> should be the same .*\(got rank 0: {since}; rank 1: {since + 1}\)"
     with pytest.raises(SpecError, match=text):
         step(torch.ones(3), torch.tensor(since - 1))
+
+
+def test_values_that_change_next_to_numbers_on_a_gpu(make_mesh, tmp_path):
+    """A loss there is not sent with the answers, the count is; a rank that replaces one begins to tell it anew."""
+    mesh = make_mesh({"data": 2})
+
+    @spmd(mesh=mesh)
+    def step(x, n):
+        leave_numbers_on_the_gpu()
+        if n.item() == 5 and mesh.rank == 1 and not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x.sum(), n.item()
+
+    for turn in range(9):
+        loss, n = step(torch.ones(3), torch.tensor(turn))
+        assert (float(loss), n) == (3, turn)
+    assert (tmp_path / "died").exists()
 
 
 def test_always_and_never(mesh):

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import ctypes
 import dataclasses
+import decimal
 import enum
 import functools
 import gc
@@ -128,6 +129,33 @@ def test_attributes_in_slots(kind):
     assert changed(step, lambda: setattr(settings, "rate", 2.0))
     assert changed(step, lambda: setattr(settings, "rate", 3.0))
     assert changed(step, lambda: setattr(settings, "empty", 0))
+
+
+class Price(decimal.Decimal):
+    __slots__ = ("unit",)
+
+
+def test_other_objects_in_slots():
+    """One of a class derived from a built-in one has a value besides them."""
+    one, other = Price(1), Price(2)
+    one.unit = other.unit = "EUR"
+    settings, price = Slotted(), one
+
+    def step(x):
+        return settings.rate * float(price) * x
+
+    def exchange():
+        nonlocal price
+        price = other
+
+    def move():
+        nonlocal settings
+        settings = Slotted()
+        settings.empty = settings.rate
+        del settings.rate
+
+    assert changed(step, exchange)
+    assert changed(step, move)
 
 
 def test_deques():
@@ -790,7 +818,7 @@ def test_what_nobody_needs_is_forgotten(spied):
 
 
 @dataclasses.dataclass(slots=True)
-class Slotted:
+class Owned:
     owner: object
 
 
@@ -801,7 +829,7 @@ def test_a_dropped_trainer_is_freed_though_its_step_refers_to_it(make_mesh):
     class Trainer:
         def __init__(self):
             self.opt = optimizer(torch.optim.SGD, schedule=self.rate)
-            self.slotted = Slotted(self)
+            self.owned = Owned(self)
             self.step = spmd(self._step, mesh=mesh)
 
         def rate(self, step):
