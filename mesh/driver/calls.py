@@ -223,10 +223,14 @@ class DriverCall:
         found = self._finish(task, looked)
         if found.treedef != expected.treedef or not found.arrays_only:
             self._driver.run_state.note_failure(task)
+            got, wanted = str(found.treedef), str(expected.treedef)
+            if found.treedef == expected.treedef:
+                index, value = next((n, leaf.value) for n, leaf in enumerate(found.leaves) if leaf.meta is None)
+                got, wanted = f"{value!r:.60} for result {agreement.path_in(found.treedef, index)}", "a tensor"
             raise SpecError(
                 f"{self._name} returned another structure than before for the same kind of arguments",
-                got=str(found.treedef),
-                expected=str(expected.treedef),
+                got=got,
+                expected=wanted,
                 where=self._where,
                 remedy="return the same tree of tensors, or a number, which makes calls synchronous",
             )
