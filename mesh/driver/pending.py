@@ -126,9 +126,9 @@ class Task:
     generation: int | None = None
     context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
     caller: threading.Thread = dataclasses.field(default_factory=threading.current_thread)
-    began: float = dataclasses.field(default_factory=time.time)
-    seconds: float = 0.0
     _since: float = dataclasses.field(default_factory=time.monotonic)
+    began: float = dataclasses.field(default_factory=time.time)  # read later: else a pause between would be lost
+    seconds: float = 0.0
 
     @property
     def complete(self) -> bool:
