@@ -74,7 +74,6 @@ class _Kind:
     Attributes:
         layout: of the tensors.
         places, numbers: of the tensors among the leaves, and of the others.
-        tells: the others are told with each call.
         undeclared: the places of those tensors whose spec is not declared.
     """
 
@@ -84,7 +83,6 @@ class _Kind:
     layout: KnownLayout
     places: tuple[int, ...]
     numbers: tuple[int, ...]
-    tells: bool
     undeclared: tuple[int, ...]
 
     def passes_on(self, leaves: list[Any], cut: Sequence[Any]) -> bool:
@@ -102,7 +100,8 @@ class _Kind:
         return found if self.layout.fits(found) else None
 
     def _is_known(self, index: int, value: Any) -> bool:
-        return type(value) in TELLABLE if self.tells else same_value(value, self.metas[index].value)
+        before = self.metas[index].value
+        return type(value) in TELLABLE if before is Told else same_value(value, before)
 
     def joined(self, leaves: list[Any], tensors: list[Any]) -> list[Any]:
         """All leaves, with these tensors for those among them."""
@@ -183,7 +182,7 @@ class Results:
         places = tuple(index for index, about in enumerate(metas) if about.spec is not None)
         numbers = tuple(index for index, about in enumerate(metas) if about.spec is None)
         undeclared = tuple(index for index, spec in enumerate(self._outputs[1]) if spec is None)
-        return _Kind(structure, treedef, metas, layout, places, numbers, bool(self._told), undeclared)
+        return _Kind(structure, treedef, metas, layout, places, numbers, undeclared)
 
     def _prints(self, leaves: list[Any], metas: list[OutputMeta], check: Check) -> bytes:
         if not check:
@@ -211,7 +210,7 @@ class Results:
                 value = Told if self._tells and type(leaf) in TELLABLE else leaf
                 about = OutputMeta(None, value=value)
                 if last is not None and last.spec is None:
-                    if value is last.value or same_value(value, last.value):
+                    if same_value(value, last.value):
                         about = last
                     else:
                         tells = True

@@ -155,7 +155,7 @@ class Loader:
     def _in_steps(loader: Loader) -> list[Any]:
         """What a step that captures it may ask for."""
         own = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
-        return [loader.dataset, loader._batches, loader._mesh, {**loader.settings, **own}]
+        return [loader.dataset, loader._batches, loader._mesh, own]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch, plain data; it means the same at any number of ranks.
