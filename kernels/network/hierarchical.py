@@ -212,10 +212,6 @@ class HierarchicalCommunicator(GlooCommunicator):
             return shut_down(self.ranks, self.rank, self.ranks.index(rank), what)
         return self._arena.lost(self._arena.participant(rank))
 
-    def on_waited(self) -> None:
-        super().on_waited()
-        self._arena.set_status("")
-
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
         error = super().on_timeout(work, seconds)
         if self._is_message(work):

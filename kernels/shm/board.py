@@ -24,19 +24,18 @@ from .pages import MAP_NORESERVE, PAGE
 from .stalls import Stalls
 
 _STATUS = PAGE  # one page per participant
-_TEXT, _REASON, _TEXT_BYTES = 128, 2048, 1920  # where a status page's texts start, and their length
+_TEXT, _DISPUTE, _REASON, _TEXT_BYTES = 192, 1448, 2704, 1256  # where a status page's texts start, and their length
 _CALLS, _CALL_BYTES = PAGE - 128, 32  # the last bytes of the names of the calls of the last two regions
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
 
-# How a rank's text begins while it waits.
-_WAITING, _OF_GROUP = "waiting in", "\0"
+_WAITING = "waiting in"  # how a rank's text begins while it waits
 
 # words of the first page
 _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
-_BEGUN, _DONE, _STALL = 13, 14, 15
+_BEGUN, _DONE, _STALL, _DISPUTE_LENGTH = 13, 14, 15, 16
 _TRACED_SECONDS = 1.0  # between looks whether a rank is traced
 
 
@@ -115,20 +114,27 @@ class Board:
 
     # -- who is doing what ---------------------------------------------------------------------------------------------
 
-    def set_status(self, text: str, group: int = 0) -> None:
-        """Publish what this participant is doing, for error messages of others; `group` is the key of its group."""
-        self._write(_TEXT, _TEXT_LENGTH, f"{group}{_OF_GROUP}{text}" if text else "")
+    def set_status(self, text: str) -> None:
+        """Publish what this participant is doing, for error messages of others."""
+        self._write(_TEXT, _TEXT_LENGTH, text)
 
     def set_waiting(self, what: str) -> None:
-        """Publish what this participant waits in, unless it has published another status in this region."""
-        status, text = self.status(self.rank), f"{_WAITING} {what}"
-        if status != text and (not status or status.startswith(_WAITING)):
+        """Publish what this participant waits in."""
+        if self.status(self.rank) != (text := f"{_WAITING} {what}"):
             self.set_status(text)
 
-    def status(self, participant: int, group: int | None = None) -> str:
-        """What a participant is doing; with `group`, only if its last status belongs to that group, else ""."""
-        key, _, text = self._read(participant, _TEXT, _TEXT_LENGTH).partition(_OF_GROUP)
-        return text if group is None or key == str(group) else ""
+    def status(self, participant: int) -> str:
+        """What a participant is doing."""
+        return self._read(participant, _TEXT, _TEXT_LENGTH)
+
+    def dispute(self, group: int, text: str) -> None:
+        """Publish which call this rank has made in the group of this key, whose ranks have made others."""
+        self._write(_DISPUTE, _DISPUTE_LENGTH, f"{group} {text}")
+
+    def disputed(self, participant: int, group: int) -> str:
+        """What a participant has last published of a disagreement in this region, if it was in this group; else ""."""
+        key, _, text = self._read(participant, _DISPUTE, _DISPUTE_LENGTH).partition(" ")
+        return text if key == str(group) else ""
 
     def _write(self, start: int, length: int, text: str) -> None:
         data = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
@@ -149,7 +155,7 @@ class Board:
         if self._calls[region % 2] != call:
             self._calls[region % 2] = call
             self._call_at(self.rank, region)[:] = call.encode(errors="replace")[-_CALL_BYTES:].ljust(_CALL_BYTES, b"\0")
-        self.words[base + _TEXT_LENGTH] = 0
+        self.words[base + _TEXT_LENGTH] = self.words[base + _DISPUTE_LENGTH] = 0
         self.stalls.end()
         # In this order: if a peer saw the new number while the rank is not active, it would think that it has left.
         self.words[base + _ACTIVE] = 1
@@ -286,6 +292,7 @@ class Board:
         for who in range(self.size + 1):
             self.words[self._status(who) + _ABORTED] = 0
             self.words[self._status(who) + _TEXT_LENGTH] = 0
+            self.words[self._status(who) + _DISPUTE_LENGTH] = 0
             self.words[self._status(who) + _REASON_LENGTH] = 0
             self.words[self._status(who) + _DEBUGGED] = 0
         self.words[_ABORT] = 0

@@ -319,7 +319,7 @@ class Slots:
         """Publish what this rank called, wait to learn what the others called, and raise."""
         arena = self.arena
         mine = f"{call.text if call else 'the second half of an operation'}, call {sequence}, at {self._site()}"
-        arena.set_status(mine, self._key)
+        arena.dispute(self._key, mine)
         sides, computed = {self.rank: mine}, dict[int, int]()
         began = held_up = time.monotonic()
         over = False
@@ -329,8 +329,8 @@ class Slots:
                 held_up = now
             over = now - held_up > _MOMENT_SECONDS or now - began > self._operations.timeout or bool(arena.aborted())
             for rank, member in enumerate(self.ranks):
-                stated = arena.status(arena.participant(member), self._key)
-                if rank != self.rank and stated:  # of this group, and not the text of a wait
+                stated = arena.disputed(arena.participant(member), self._key)
+                if rank != self.rank and stated:
                     sides[rank] = stated
             time.sleep(1e-3)
         for rank in range(self.size):
