@@ -46,6 +46,9 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
     """
     tiled = checked_flag("all_gather", "tiled", tiled)
 
+    def along(leaf: Tensor) -> str:
+        return f"dim={check_dim('all_gather', 'dim', dim, leaf.dim() + (not tiled))} tiled={tiled}"
+
     def lined_up(stacked: Tensor) -> Tensor:
         return _united(stacked, check_dim("all_gather", "dim", dim, stacked.dim() - tiled), tiled)
 
@@ -53,12 +56,11 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> Any:
         return isinstance(dim, int) and -leaf.dim() - (not tiled) <= dim < leaf.dim() + (not tiled)
 
     if is_dynamo_compiling() and traceable(x, axis, replicates=True, fits=fits):
-        return each("all_gather", x, axis, after=lined_up)
+        return each("all_gather", x, axis, along=along, after=lined_up)
     axes, comm = group("all_gather", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        check_dim("all_gather", "dim", dim, leaf.dim() + (not tiled))
-        return known(leaf, lined_up(run(Gather(comm), leaf)), same=axes)
+        return known(leaf, lined_up(run(Gather(comm, along(leaf)), leaf)), same=axes)
 
     return each_leaf("all_gather", one, x)
 
@@ -83,17 +85,20 @@ def psum_scatter(x: Any, axis: Axis, *, dim: int = 0, tiled: bool = False) -> An
     """
     tiled = checked_flag("psum_scatter", "tiled", tiled)
 
+    def along(leaf: Tensor) -> str:
+        return f"dim={check_dim('psum_scatter', 'dim', dim, leaf.dim())} tiled={tiled}"
+
     def pieces(leaf: Tensor, size: int) -> Tensor:
         at = check_dim("psum_scatter", "dim", dim, leaf.dim())
         return _divide("psum_scatter", counted(leaf), at, size, tiled)
 
     if is_dynamo_compiling() and traceable(x, axis, replicates=False, fits=_divisible(dim, tiled)):
         size = axis_size(axis)
-        return each("psum_scatter", x, axis, before=lambda leaf: pieces(leaf, size))
+        return each("psum_scatter", x, axis, along=along, before=lambda leaf: pieces(leaf, size))
     axes, comm = group("psum_scatter", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        return known(leaf, run(Scatter(comm), pieces(leaf, comm.size)), differs=axes)
+        return known(leaf, run(Scatter(comm, along(leaf)), pieces(leaf, comm.size)), differs=axes)
 
     return each_leaf("psum_scatter", one, x)
 
@@ -153,6 +158,11 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
     """
     tiled = checked_flag("all_to_all", "tiled", tiled)
 
+    def along(leaf: Tensor) -> str:
+        split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
+        concat = check_dim("all_to_all", "concat_dim", concat_dim, leaf.dim())
+        return f"split_dim={split} concat_dim={concat} tiled={tiled}"
+
     def pieces(leaf: Tensor, size: int) -> Tensor:
         split = check_dim("all_to_all", "split_dim", split_dim, leaf.dim())
         return _divide("all_to_all", leaf, split, size, tiled)
@@ -166,12 +176,11 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, tiled: bo
 
     if is_dynamo_compiling() and traceable(x, axis, replicates=False, fits=fits):
         size = axis_size(axis)
-        return each("all_to_all", x, axis, before=lambda leaf: pieces(leaf, size), after=lined_up)
+        return each("all_to_all", x, axis, along=along, before=lambda leaf: pieces(leaf, size), after=lined_up)
     axes, comm = group("all_to_all", axis)
 
     def one(leaf: Tensor) -> Tensor:
-        check_dim("all_to_all", "concat_dim", concat_dim, leaf.dim())
-        return known(leaf, lined_up(run(Exchange(comm), pieces(leaf, comm.size))), differs=axes)
+        return known(leaf, lined_up(run(Exchange(comm, along(leaf)), pieces(leaf, comm.size))), differs=axes)
 
     return each_leaf("all_to_all", one, x)
 

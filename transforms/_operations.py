@@ -38,9 +38,9 @@ class _Linear:
     def jvp(self, tangent: Tensor, *_: Tensor) -> Tensor:
         return run(self, tangent)
 
-    def compared(self, x: Tensor) -> labelled:
-        """Have ranks compare operation and shape, for communicator calls that accept pieces of different shapes."""
-        return labelled(f"as {self.name}{list(x.shape)} {labels.current}".rstrip())
+    def compared(self, x: Tensor, along: str = "") -> labelled:
+        """Have ranks compare operation, shape and dimensions, as pieces of one shape may be cut in several ways."""
+        return labelled(" ".join(filter(None, (f"as {self.name}{list(x.shape)}", along, labels.current))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,13 +61,14 @@ class Gather(_Linear):
 
     name: ClassVar[str] = "all_gather"
     replicates: ClassVar[bool] = True
+    along: str = ""  # where the first dimension goes
 
     def transpose(self) -> _Linear:
-        return Scatter(self.comm)
+        return Scatter(self.comm, self.along)
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty((self.comm.size, *x.shape))
-        with self.compared(x):
+        with self.compared(x, self.along):
             self.comm.all_gather(list(out.unbind(0)), x)
         return out
 
@@ -78,13 +79,14 @@ class Scatter(_Linear):
 
     name: ClassVar[str] = "psum_scatter"
     replicates: ClassVar[bool] = False
+    along: str = ""  # which dimension was put first
 
     def transpose(self) -> _Linear:
-        return Gather(self.comm)
+        return Gather(self.comm, self.along)
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[1:])
-        with self.compared(x):
+        with self.compared(x, self.along):
             self.comm.reduce_scatter(out, list(x.unbind(0)))
         return out
 
@@ -95,10 +97,11 @@ class Exchange(_Linear):
 
     name: ClassVar[str] = "all_to_all"
     replicates: ClassVar[bool] = False
+    along: str = ""  # which dimension was put first, and where it goes
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
-        with self.compared(x):
+        with self.compared(x, self.along):
             self.comm.all_to_all(list(out.unbind(0)), list(x.unbind(0)))
         return out
 

@@ -535,6 +535,23 @@ def test_the_same_bytes_in_another_shape(shared_mesh, backend):
             mesh.run(body)
 
 
+@on_both
+def test_the_same_shape_along_another_dimension(shared_mesh, backend):
+    mesh = shared_mesh({"data": 2}, backend)
+    x = torch.ones(2, 2)
+    for body in (
+        lambda dim: all_gather(x, "data", dim=dim),
+        lambda dim: psum_scatter(x, "data", dim=dim),
+        lambda dim: psum_scatter(x, "data", dim=dim, tiled=True),
+        lambda dim: all_to_all(x, "data", dim, 0),
+        lambda dim: all_to_all(x, "data", 0, dim, tiled=True),
+    ):
+        for change in (body, torch.compile(body, backend="eager")):
+            with pytest.raises(CollectiveMismatch, match=r"(?s)rank 0: .*dim=0 .*rank 1: .*dim=1 "):
+                mesh.run(lambda change: change(axis_index("data")), change)
+        assert mesh.run(body, -1)[1] is not None  # counted from either end
+
+
 # -- torch's own transforms: right, or an error ------
 
 

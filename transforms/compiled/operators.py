@@ -103,9 +103,9 @@ def _linear(name: str, kind: Callable[..., Any], more: str = "", shape: Shape = 
 
 
 psum = _linear("psum", Sum)
-all_gather = _linear("all_gather", Gather, shape=lambda x, size: (size, *x.shape), transpose="psum_scatter")
-psum_scatter = _linear("psum_scatter", Scatter, shape=lambda x, size: x.shape[1:], transpose="all_gather")
-all_to_all = _linear("all_to_all", Exchange)
+all_gather = _linear("all_gather", Gather, ", str along", lambda x, size: (size, *x.shape), transpose="psum_scatter")
+psum_scatter = _linear("psum_scatter", Scatter, ", str along", lambda x, size: x.shape[1:], transpose="all_gather")
+all_to_all = _linear("all_to_all", Exchange, ", str along")
 pbroadcast = _linear("pbroadcast", Broadcast, ", int source", transpose="pbroadcast_gradient")
 _collect = _linear("pbroadcast_gradient", Collect, ", int source", transpose="pbroadcast")
 

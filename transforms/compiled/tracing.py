@@ -53,8 +53,15 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
     return True
 
 
-def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after: Any = None) -> Any:
-    """Call an operator for each leaf of a tree; `before` is applied to the leaf, and `after` to the result."""
+def each(
+    operator: str, x: Any, axis: Any, *rest: Any, along: Any = None, before: Any = None, after: Any = None
+) -> Any:
+    """Call an operator for each leaf of a tree; `before` is applied to the leaf, and `after` to the result.
+
+    Args:
+        rest: further arguments of the operator.
+        along: gives one more for each leaf: what ranks compare of its dimensions.
+    """
     names = [axis] if isinstance(axis, str) else list(axis)
     keys = _keys(x, "") if type(x) in (dict, list, tuple) else []  # sent along with the first leaf
 
@@ -65,7 +72,8 @@ def each(operator: str, x: Any, axis: Any, *rest: Any, before: Any = None, after
         if type(leaf) in (list, tuple):
             return type(leaf)([one(below) for below in leaf])
         mine, keys = keys, []
-        result = _call(operator, leaf if before is None else before(leaf), names, mine, *rest)
+        more = rest if along is None else (*rest, along(leaf))
+        result = _call(operator, leaf if before is None else before(leaf), names, mine, *more)
         return result if after is None else after(result)
 
     return one(x)
