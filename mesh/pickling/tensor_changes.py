@@ -11,20 +11,16 @@ import ctypes
 import itertools
 import operator
 import sys
-import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...kernels import torch_private
 from ...kernels.flat import extent_bytes
-from ..array import Array
-from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader, parts_of_data
+from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader
 
-_PARTS = 1024  # at most so many values in what an attribute of a module holds, at any depth
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
 
@@ -105,9 +101,8 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     """A reader of what a module and its children have besides parameters and buffers.
 
     It tells whether numbers and texts in their attributes are as now, and gives what else may change: hooks, other
-    attributes (plain tensors, Arrays, arrays, functions, short containers and objects of these and of data alone; of
-    anything else a reference, which tells whether it is another), and those of their classes that travel with the
-    module, methods and all. What to read is found once: whether a child is another is for others to see.
+    attributes, and those of their classes that travel with the module, methods and all. What to read is found once:
+    whether a child is another is for others to see.
     """
     modules = list(module.modules())
     classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
@@ -115,16 +110,11 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     hooks = [weakref.ref(table) for one in modules for table in torch_private.hooks(one)]
     plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []
     parts: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-    others: list[tuple[weakref.ref[torch.nn.Module], str]] = []
     for one in modules:
         attributes, refer = vars(one), weakref.ref(one)
         own = {name: value for name, value in attributes.items() if name not in OF_MODULES}
         names = [name for name, value in own.items() if _is_plain(value)]
-        for name in own.keys() - set(names):
-            if _may_change(own[name]):
-                parts.append((refer, name))
-            elif type(own[name]).__weakrefoffset__:
-                others.append((refer, name))
+        parts += [(refer, name) for name in own.keys() - set(names)]
         # With an extra name, so that it always gives a tuple.
         get = operator.itemgetter(names[0], *names) if names else _nothing
         before = get(attributes)
@@ -145,8 +135,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
             if as_before():
                 hooked = [entry for refer in hooks if (table := refer()) for entry in table.items()]
                 inside = (vars(refer())[name] for refer, name in parts)
-                which = (weakref.ref(vars(refer())[name]) for refer, name in others)
-                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *inside, *which]
+                return [True, *(refer() for refer in held), *itertools.chain(*hooked), *inside]
         except (KeyError, TypeError, ValueError, RuntimeError):  # an attribute is gone, a tuple has tensors now, ...
             pass
         return []
@@ -163,29 +152,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is tuple:
         return len(value) <= LOOKED_INTO and all(map(_is_plain, value))
     return isinstance(value, SINGLE)
-
-
-def _may_change(value: Any) -> bool:
-    """Whether it is a tensor, an Array, an array of NumPy, a function, or a container or an object that has nothing
-    but these and data.
-    """
-    if isinstance(value, torch.Tensor | Array | np.ndarray | types.FunctionType | types.MethodType):
-        return True
-    if isinstance(value, type):
-        return False
-    parts = parts_of_data(value)
-    inside = list(getattr(value, "__dict__", {}).values()) if parts is None else parts
-    return bool(inside) and len(inside) <= LOOKED_INTO * (1 + isinstance(value, dict)) and _is_data(inside)
-
-
-def _is_data(values: list[Any]) -> bool:
-    """Whether there is nothing but data, tensors, Arrays and arrays in them, at any depth, and not too many to tell."""
-    left, count = values, 0
-    while left and count + len(left) <= _PARTS:
-        one = left.pop()
-        parts = [] if isinstance(one, Array) else parts_of_data(one)
-        if parts is None:
-            return False
-        count += 1
-        left += parts
-    return not left

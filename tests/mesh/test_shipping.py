@@ -248,6 +248,18 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
     for dropout.p in (settings, types.SimpleNamespace(**settings), [settings], (settings,)):
         assert not changed(function, lambda: None)
         assert changed(function, lambda: settings["rates"]["a"]["b"].append(2))
+    nested = types.SimpleNamespace(inner=types.SimpleNamespace(rate=1.0, history=[]), hooks=[threading.Lock()])
+    for name, value in {"p": nested, "history": [], "rates": {}, "layers": [types.SimpleNamespace(net=net)]}.items():
+        setattr(dropout, name, value)
+    assert not changed(function, lambda: None)
+    assert changed(function, lambda: setattr(nested.inner, "rate", 2.0))
+    assert changed(function, lambda: nested.inner.history.append(1))
+    assert changed(function, lambda: dropout.history.append(1))
+    assert changed(function, lambda: dropout.rates.update(a=1))
+    assert changed(function, lambda: setattr(dropout.layers[0], "net", None))
+    assert changed(function, lambda: setattr(dropout, "layers", [*dropout.layers, nested]))
+    for name in ("history", "rates", "layers"):
+        delattr(dropout, name)
     lonely = torch.nn.Identity()
     lonely.rate = float("nan")
     assert not changed(lambda x: lonely(x), lambda: None)
