@@ -27,9 +27,6 @@ _STATUS = PAGE  # one page per participant
 _TEXT, _DISPUTE, _REASON, _TEXT_BYTES = 192, 1448, 2704, 1256  # where a status page's texts start, and their length
 _CALLS, _CALL_BYTES = PAGE - 128, 32  # the last bytes of the names of the calls of the last two regions
 _CORES, _CORES_BYTES = PAGE - 64, 64  # the cores that a participant may use, a bit each
-
-_WAITING = "waiting in"  # how a rank's text begins while it waits
-
 # words of the first page
 _ABORT, _GENERATION = 0, 1
 # words of a status page
@@ -120,7 +117,7 @@ class Board:
 
     def set_waiting(self, what: str) -> None:
         """Publish what this participant waits in."""
-        if self.status(self.rank) != (text := f"{_WAITING} {what}"):
+        if self.status(self.rank) != (text := f"waiting in {what}"):
             self.set_status(text)
 
     def status(self, participant: int) -> str:
@@ -290,11 +287,8 @@ class Board:
     def clear(self, generation: int) -> None:
         """Forget the abort; only when no rank is in a region (the driver, or the leader of a recovery)."""
         for who in range(self.size + 1):
-            self.words[self._status(who) + _ABORTED] = 0
-            self.words[self._status(who) + _TEXT_LENGTH] = 0
-            self.words[self._status(who) + _DISPUTE_LENGTH] = 0
-            self.words[self._status(who) + _REASON_LENGTH] = 0
-            self.words[self._status(who) + _DEBUGGED] = 0
+            for word in (_ABORTED, _TEXT_LENGTH, _DISPUTE_LENGTH, _REASON_LENGTH, _DEBUGGED):
+                self.words[self._status(who) + word] = 0
         self.words[_ABORT] = 0
         self.words[_GENERATION] = generation
 

@@ -37,6 +37,7 @@ from ..pickling.references import (
     readers_of,
     used_by,
 )
+from ..pickling.settings import Settings
 from ..pickling.tensor_changes import changes_of, plain_state_of, state_of, state_of_tensors, tensors_in
 from ..spec import RAGGED
 
@@ -59,6 +60,7 @@ class Snapshot:
     Attributes:
         size: how many values it has looked at.
         kind: a hash of the code, the classes and the kinds of Arrays among them, whatever the data are.
+        settings: those of the program's modules that it reads.
     """
 
     def __init__(self, function: Any, whole: tuple[type, ...] = (), *, exchanges: bool = False):
@@ -100,6 +102,7 @@ class Snapshot:
         self._hints: list[Any] = []
         self._fixed: list[tuple[int, weakref.ref[Array]]] = []  # numbers of those that may not after all
         self._compared(found, into, exchanges)
+        self.settings = Settings(function)
         self.kind = hash((frozenset(map(_kind_of, found)), *self._hints))
 
     def _compared(self, found: list[Any], into: set[int], exchanges: bool) -> None:
@@ -152,7 +155,9 @@ class Snapshot:
     def _as_before(self, function: Any) -> list[Any] | None:
         """What lies where something was found, if all but the Arrays that may be exchanged is as it was."""
         found, other = self._found_now(function)
-        return None if other is not None or not self._is_as_before(found) else found
+        if other is not None or not self._is_as_before(found) or not self.settings.are_as_before():
+            return None
+        return found
 
     def _arrays_in(self, found: list[Any]) -> list[Array] | None:
         arrays: list[Array] = []
@@ -296,9 +301,9 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
         elif not obj.dtype.hasobject:
             readers.append((_bytes_in, DEPTH))
         elif obj.size <= LOOKED_INTO and depth < DEPTH:
-            readers.append((_objects_in, depth + 1))
+            readers.append((lambda array: array.ravel().tolist(), depth + 1))
     elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _BUFFER_BYTES:
-        readers.append((_bytes_of_buffer, DEPTH))
+        readers.append((lambda buffer: [bytes(buffer)], DEPTH))
     return readers
 
 
@@ -332,11 +337,3 @@ def _content_of(container: Any) -> list[Any]:
 
 def _bytes_in(array: Any) -> list[Any]:
     return [bytes_of_array(array, _COMPARED)]
-
-
-def _objects_in(array: Any) -> list[Any]:
-    return array.ravel().tolist()
-
-
-def _bytes_of_buffer(buffer: Any) -> list[Any]:
-    return [bytes(buffer)]

@@ -1,0 +1,234 @@
+"""Settings of the program's own modules that it has changed since it imported them: `config.rate = 2`.
+
+Ranks import modules for themselves, and find there what the files say. A function that reads such a setting would
+compute with another value on them, without a word; so the values travel with it, and ranks compare.
+Invariant: only what a file gives as a literal counts. What it computes (a path, a time, a rank) may differ by process.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dis
+import functools
+import importlib
+import operator
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...kernels.errors import SpecError
+from .functions import named_in, travels_by_name
+from .references import OWN, SINGLE, attributes_of, used_by
+from .reloading import own_file
+
+_LITERALS = (*SINGLE, tuple, list, dict, set)
+_LOOKED_AT = 4096  # functions, classes and objects at most
+
+
+class Checked:
+    """An object that a process reads only where settings are as in the one that sends it.
+
+    Args:
+        settings: (module, qualified name) -> value.
+    """
+
+    def __init__(self, obj: Any, settings: dict[tuple[str, str], Any]):
+        self._obj, self._settings = obj, settings
+
+    def __reduce__(self) -> Any:
+        return _checked, (self._settings, self._obj)
+
+
+def _checked(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
+    for (module, name), value in settings.items():
+        theirs = named_in(importlib.import_module(module), name)
+        if not _is_same(theirs, value):
+            raise SpecError(
+                f"the program has changed {module}.{name}, and ranks import {module} for themselves",
+                got=f"{value!r:.80} in the driver, {theirs!r:.80} here",
+                remedy="pass it as an argument, take it into a name of the program's own first "
+                f"({name.rpartition('.')[2]} = {module}.{name}), or write it into the file",
+            )
+    return obj
+
+
+class Settings:
+    """The settings that a function, or what it calls, reads, where a file gives them.
+
+    Looked through are functions and methods, those of the program's own modules too, and the classes of what they use.
+
+    Attributes:
+        changed: those that have another value than their file gives them: (module, qualified name) -> value.
+    """
+
+    def __init__(self, function: Any):
+        read: dict[tuple[str, str], Any] = {}
+        written, seen = set[tuple[str, str]](), set[int]()
+        left = [function]
+        while left and len(seen) < _LOOKED_AT:
+            one = left.pop()
+            if id(one) in seen or isinstance(one, _LITERALS):
+                continue
+            seen.add(id(one))
+            if isinstance(one, types.FunctionType):
+                if _is_programs(one):
+                    named = _named_by(one)
+                    read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
+                    left += [value for _, value in named]
+                    written.update(place for place, _ in _attributes(one, _paths(one.__code__)[1]))
+            elif isinstance(one, type):
+                if _is_programs_class(one):
+                    left += [*map(_function_of, vars(one).values()), *one.__bases__]
+            else:
+                left += _parts_of(one)
+        self._values: list[tuple[types.ModuleType, Callable[[Any], Any], Any]] = []
+        self.changed: dict[tuple[str, str], Any] = {}
+        for (module, name), value in read.items():
+            if name in (literals := _literals_of(module)) and (module, name) not in written:
+                self._values.append((sys.modules[module], operator.attrgetter(name), copy.deepcopy(value)))
+                if not _is_same(value, literals[name]):
+                    self.changed[module, name] = value
+
+    def are_as_before(self) -> bool:
+        """Whether all have the values that they had when this was made."""
+        try:
+            return all(_is_same(get(module), value) for module, get, value in self._values)
+        except AttributeError:
+            return False
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _parts_of(obj: Any) -> list[Any]:
+    """What a method, a partial, a module, an object of the program's or this library's calls, with the classes."""
+    if isinstance(obj, types.MethodType):
+        return [obj.__func__, obj.__self__]
+    if isinstance(obj, functools.partial):
+        return [obj.func, *obj.args, *obj.keywords.values()]
+    if isinstance(obj, torch.nn.Module):
+        return [type(obj), *obj.children()]
+    if type(obj).__module__.startswith(OWN) or _is_programs_class(type(obj)):
+        return [type(obj), *attributes_of(obj).values()]
+    return [getattr(obj, "__dict__", {}).get("__wrapped__")]
+
+
+def _function_of(attribute: Any) -> Any:
+    """The function of a class's method or property."""
+    if isinstance(attribute, staticmethod | classmethod):
+        return attribute.__func__
+    return attribute.fget if isinstance(attribute, property) else attribute
+
+
+def _is_programs(function: types.FunctionType) -> bool:
+    return not travels_by_name(function) or _is_own(function.__module__)
+
+
+def _is_programs_class(cls: type) -> bool:
+    return cls.__module__ == "__main__" or _is_own(cls.__module__)
+
+
+def _named_by(function: types.FunctionType) -> list[tuple[tuple[str, str], Any]]:
+    """What a function names: ((module, qualified name), value), without a place for what travels by value."""
+    around = function.__module__ if travels_by_name(function) else ""
+    own = [((around, name), value) for name, value in used_by(function).items()]
+    return own + _attributes(function, _paths(function.__code__)[0])
+
+
+def _attributes(function: types.FunctionType, paths: tuple[tuple[str, ...], ...]) -> list[tuple[tuple[str, str], Any]]:
+    """What lies at these paths in the program's own modules, and classes there, from names that a function has."""
+    found, named = [], used_by(function) if paths else {}
+    for first, *names in paths:
+        owner = named.get(first)
+        for name in names:
+            if isinstance(owner, types.ModuleType):
+                module, inside = owner.__name__, ""
+            elif isinstance(owner, type) and travels_by_name(owner):
+                module, inside = owner.__module__, f"{owner.__qualname__}."
+            else:
+                break
+            owner = vars(owner).get(name)
+            if _is_own(module):
+                found.append(((module, inside + name), owner))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own(module: str) -> bool:
+    return own_file(module) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _paths(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """What a function, and those in it, read and write of what they refer to: ("config", "rate") for `config.rate`."""
+    read, written = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    path: tuple[str, ...] = ()
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            path = (step.argval,)
+        elif path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = (*path, step.argval)
+            read.add(path)
+        elif step.opname not in ("PRECALL", "CACHE"):
+            if step.opname == "STORE_ATTR":
+                written.add((*path, step.argval))
+            path = ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for of_this, of_those in zip((read, written), _paths(constant), strict=True):
+                of_this.update(of_those)
+    return tuple(sorted(read)), tuple(sorted(written))
+
+
+def _literals_of(module: str) -> dict[str, Any]:
+    file = own_file(module)
+    return {} if file is None else _literals_in(file, os.stat(file).st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=256)
+def _literals_in(file: str, _: int) -> dict[str, Any]:
+    """What a file assigns once, as a literal, in the module or in a class's body; its qualified name -> the value."""
+    with open(file, "rb") as source:
+        try:
+            tree = ast.parse(source.read())
+        except SyntaxError:
+            return {}
+    shared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    return dict(_assigned(tree, "", shared))
+
+
+def _assigned(scope: ast.Module | ast.ClassDef, prefix: str, shared: set[str]) -> Iterator[tuple[str, Any]]:
+    times = Counter(_stored(scope))
+    for node in scope.body:
+        if isinstance(node, ast.ClassDef):
+            yield from _assigned(node, f"{prefix}{node.name}.", set())
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and times[target.id] == 1 and target.id not in shared:
+                try:
+                    value = ast.literal_eval(node.value)
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    continue
+                if value or isinstance(value, SINGLE):  # an empty container is there to collect things
+                    yield prefix + target.id, value
+
+
+def _stored(node: ast.AST) -> Iterator[str]:
+    """The names that a scope's statements bind, as often as they do, without those of functions and classes in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store | ast.Del):
+            yield child.id
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name
+        elif isinstance(child, ast.alias):
+            yield (child.asname or child.name).partition(".")[0]
+        elif not isinstance(child, ast.Lambda):
+            yield from _stored(child)

@@ -1,0 +1,131 @@
+"""Settings of the program's own modules that it changes; ranks import these for themselves, and don't see it."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+import spmd
+from spmd import SpecError
+
+SOURCE = """
+import os, torch
+rate = 0.5
+names = {"first": 1}
+seen, calls, process = {}, 0, os.getpid()
+if rate:
+    twice = 1.0
+twice = 2.0
+
+class Config:
+    rate: float = 0.5
+
+    class Inner:
+        count = 3
+
+def scaled(x):
+    global calls
+    calls += 1
+    seen["x"] = calls
+    return x * gain + process * 0
+
+gain = 1.0
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return inner(x)
+
+def inner(x):
+    return scaled(x)
+
+size = 2
+
+class Images:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(size)
+
+import config_of_test as this
+ready = False
+
+def prepared(x):
+    if not this.ready:
+        this.ready = True
+    return x
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    (tmp_path / "config_of_test.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return importlib.import_module("config_of_test")
+
+
+class Trainer:
+    def __init__(self, net):
+        self.net = net
+
+    def step(self, x):
+        return self.net(x)
+
+
+def test_a_setting_that_only_the_driver_has_changed_is_refused(shared_mesh, config):
+    mesh, x, net = shared_mesh({"data": 2}), torch.ones(2), config.Net()
+    Config = config.Config
+    apply, params = spmd.functional(net)
+
+    def loss(x):
+        return x * config.rate
+
+    def inside(x):
+        return torch.stack([config.inner(one) for one in x])
+
+    steps = {
+        "rate": [loss, lambda x: loss(x), functools.partial(lambda by, x: x * config.rate, 2)],
+        "names": [lambda x: x * config.names["first"]],
+        "Config.rate": [lambda x: x * Config.rate, lambda x: x * config.Config.rate],
+        "Config.Inner.count": [lambda x: x * Config.Inner.count],
+        "gain": [config.scaled, inside, lambda x: net(x), lambda x: apply(params, x), Trainer(net).step],
+    }
+    values = {"rate": 1.0, "names": {"first": 2}, "Config.rate": 1, "Config.Inner.count": 4, "gain": 3.0}
+    for name, bodies in steps.items():
+        owner, last = functools.reduce(getattr, name.split(".")[:-1], config), name.rpartition(".")[2]
+        for step in [spmd.spmd(body, mesh=mesh) for body in bodies]:
+            before, first = getattr(owner, last), step(x).tolist()
+            setattr(owner, last, values[name])
+            for _ in range(2):
+                with pytest.raises(SpecError, match=rf"has changed config_of_test\.{name}, .*{last} = config_of") as e:
+                    step(x).full()
+                assert f"got {values[name]!r} in the driver, {before!r} here" in str(e.value)
+            setattr(owner, last, before)
+            assert step(x).tolist() == first
+
+
+def test_what_a_dataset_reads(shared_mesh, config, monkeypatch):
+    monkeypatch.setattr(config, "size", 3)
+    with pytest.raises(SpecError, match=r"has changed config_of_test\.size"):
+        next(iter(spmd.Loader(config.Images(), 4, mesh=shared_mesh({"data": 2}))))
+
+
+def test_what_may_differ_between_processes(shared_mesh, config):
+    """What a module computes, counts, notes and collects; and a setting that was changed on the ranks as well."""
+    mesh, x = shared_mesh({"data": 2}), torch.ones(2)
+    config.prepared(config.scaled(x))
+    assert config.ready and spmd.spmd(lambda x: config.prepared(x) * config.ready, mesh=mesh)(x).tolist() == [1, 1]
+    config.twice = 3.0
+    step = spmd.spmd(lambda x: config.scaled(x) * config.twice + len(config.seen) * config.calls * 0, mesh=mesh)
+    assert config.calls == 1 and config.seen and step(x).tolist() == [2.0, 2.0]  # it is assigned twice
+
+    def double(rate):
+        config.rate = rate
+
+    config.rate = 2.0
+    mesh.run(double, 2.0)
+    try:
+        assert spmd.spmd(lambda x: x * config.rate, mesh=mesh)(x).tolist() == [2.0, 2.0]
+    finally:
+        mesh.run(double, 0.5)
