@@ -59,7 +59,7 @@ def _checked(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
 
 
 class Settings:
-    """The settings that a function, or what it calls, reads, where a file gives them.
+    """The settings that a function, or what it calls, reads and does not write, where a file gives them.
 
     Looked through are functions and methods, those of the program's own modules too, and the classes of what they use.
 
@@ -81,7 +81,9 @@ class Settings:
                     named = _named_by(one)
                     read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
                     left += [value for _, value in named]
-                    written.update(place for place, _ in _attributes(one, _paths(one.__code__)[1]))
+                    paths = _paths(one.__code__)[1]
+                    written.update((one.__module__, name) for name, *more in paths if not more)
+                    written.update(place for place, _ in _attributes(one, paths))
             elif isinstance(one, type):
                 if _is_programs_class(one):
                     left += [*map(_function_of, vars(one).values()), *one.__bases__]
@@ -177,8 +179,8 @@ def _paths(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tup
             path = (*path, step.argval)
             read.add(path)
         elif step.opname not in ("PRECALL", "CACHE"):
-            if step.opname == "STORE_ATTR":
-                written.add((*path, step.argval))
+            if step.opname in ("STORE_ATTR", "STORE_GLOBAL"):
+                written.add((*(path if step.opname == "STORE_ATTR" else ()), step.argval))
             path = ()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -200,19 +202,18 @@ def _literals_in(file: str, _: int) -> dict[str, Any]:
             tree = ast.parse(source.read())
         except SyntaxError:
             return {}
-    shared = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    return dict(_assigned(tree, "", shared))
+    return dict(_assigned(tree, ""))
 
 
-def _assigned(scope: ast.Module | ast.ClassDef, prefix: str, shared: set[str]) -> Iterator[tuple[str, Any]]:
+def _assigned(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, Any]]:
     times = Counter(_stored(scope))
     for node in scope.body:
         if isinstance(node, ast.ClassDef):
-            yield from _assigned(node, f"{prefix}{node.name}.", set())
+            yield from _assigned(node, f"{prefix}{node.name}.")
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and times[target.id] == 1 and target.id not in shared:
+            if isinstance(target, ast.Name) and times[target.id] == 1:
                 try:
                     value = ast.literal_eval(node.value)
                 except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
