@@ -4,8 +4,8 @@ Pickling a function at every call would cost more than a small step. So a functi
 when something it refers to was rebound or changed: its code, defaults, closure cells, the globals it names, and six
 levels into what those hold (a dict's entries, an object's attributes), tensors with their versions, modules with
 their parameters and hooks, and deeper or larger containers of data alone: numbers, texts, members of an Enum,
-dataclasses, tensors, arrays. A change of anything else deeper than that, or in a large container, is not noticed, and
-of a large NumPy array some values are compared.
+dataclasses, tensors, arrays. Of anything else deeper than that, or in a large container, some entries are compared, and
+of a NumPy array of more than 16 MiB some values.
 The snapshot records where it read something, so that later checks read the same places again.
 Invariant: a snapshot keeps nothing alive except small built-in values and containers too deep to look into.
 """
@@ -45,8 +45,7 @@ _LOOKED_AT = 4096  # values at most
 _MARSHALLED = (dict, list, tuple, set, *SCALARS)
 _OF_TENSORS = (dict, collections.OrderedDict, list, tuple)
 _TEXT = 16  # characters of a text that count as a value
-_BUFFER_BYTES = 1 << 16  # bytearrays and arrays of Python up to this size are compared
-_COMPARED = 64  # values of a large array of NumPy
+_COMPARED = 64  # entries of a larger array or container
 
 
 class Snapshot:
@@ -77,12 +76,14 @@ class Snapshot:
             at += 1
             if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
                 continue
-            readers = _readers_of(obj, depth, in_step=exchanges)
+            readers, whole_read = _readers_of(obj, depth, in_step=exchanges), True
             if not readers and (isinstance(obj, CONTAINERS) or dataclasses.is_dataclass(type(obj))):
                 reader, count = _look_through(obj, plain)
                 plain -= count
+                whole_read = reader is not None or not isinstance(obj, CONTAINERS)
+                reader = reader if whole_read else _some_of
                 readers = [(reader, DEPTH)] if reader else []
-            is_read = bool(readers) and (isinstance(obj, CONTAINERS) or _is_its_parts(obj, readers))
+            is_read = bool(readers) and whole_read and (isinstance(obj, CONTAINERS) or _is_its_parts(obj, readers))
             if is_read:
                 into.add(at - 1)
             least, first = seen.get(id(obj), (depth + 1, at - 1))
@@ -302,8 +303,8 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
             readers.append((_bytes_in, DEPTH))
         elif obj.size <= LOOKED_INTO and depth < DEPTH:
             readers.append((lambda array: array.ravel().tolist(), depth + 1))
-    elif isinstance(obj, bytearray | array.array) and memoryview(obj).nbytes <= _BUFFER_BYTES:
-        readers.append((lambda buffer: [bytes(buffer)], DEPTH))
+    elif isinstance(obj, bytearray | array.array):
+        readers.append((lambda buffer: _bytes_in(np.asarray(memoryview(buffer).cast("B"))), DEPTH))
     return readers
 
 
@@ -333,6 +334,16 @@ def _content_of(container: Any) -> list[Any]:
         return [marshal.dumps(container, 2)]  # the last version that does not depend on who else refers to an entry
     except ValueError:
         return []
+
+
+def _some_of(container: Any) -> list[Any]:
+    """The length of a container and some of its entries, those that cost little."""
+    count = len(container)
+    if isinstance(container, list | tuple):
+        return [count, *container[:: max(1, count // _COMPARED)], *container[-1:]]
+    if isinstance(container, dict) and count:
+        return [count, next(iter(container)), last := next(reversed(container)), container[last]]
+    return [count]
 
 
 def _bytes_in(array: Any) -> list[Any]:

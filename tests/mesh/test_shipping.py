@@ -372,16 +372,25 @@ def test_tensors_and_modules_in_place():
 
 
 def test_arrays_in_place():
-    small, large = np.zeros(3), np.zeros(1 << 20)
+    small, large, larger = np.zeros(3), np.zeros(1 << 20), np.zeros(1 << 22)
 
     def change(array):
         array[0] += 1
 
     assert changed(lambda: small, lambda: change(small))
-    for one in (large, large[::2], large.reshape(1024, 1024).T, np.zeros(1 << 20, dtype="M8[D]")):
+    square = large.reshape(1024, 1024)
+    for one in (large, larger, larger[::2], square.T, square, np.zeros(1 << 20, dtype="M8[D]"), large[:-5]):
         assert changed(lambda one=one: one, lambda one=one: change(one))
         assert changed(lambda one=one: one, lambda one=one: change(one[-1:]))
-        assert not changed(lambda one=one: one, lambda one=one: change(one[2:3]))  # the documented limit
+        if one.nbytes <= 1 << 24 and one.flags.forc:
+            assert changed(lambda one=one: one, lambda one=one: change(one[2:3]))
+        else:
+            assert not changed(lambda one=one: one, lambda one=one: change(one[2:3]))  # the documented limit
+    ordered, buffer = np.arange(1 << 17), bytearray(1 << 20)
+    assert changed(lambda: ordered, lambda: np.random.shuffle(ordered))
+    assert changed(lambda: ordered, lambda: ordered.__setitem__([0, 512], ordered[[512, 0]]))
+    assert changed(lambda: buffer, lambda: buffer.__setitem__(12345, 1))
+    assert changed(lambda: buffer, lambda: buffer.append(1))
     texts = np.array(["x" * 2000] * 20)  # large, and of few values
     assert changed(lambda: texts, lambda: texts.__setitem__(7, "y"))
     mixed = np.array([1, [2]], dtype=object)
@@ -464,7 +473,12 @@ def test_data_alone_is_seen_at_any_depth():
     assert changed(lambda: long, lambda: long.__setitem__(0, average.clone()))
     assert not changed(lambda: (deep, long, table, members), lambda: None)
     longest = [0.5] * (shipping._LOOKED_AT + 1)
-    assert not changed(lambda: longest, lambda: longest.insert(0, longest.pop() + 1))  # the documented limit
+    assert changed(lambda: longest, lambda: longest.append(0.5))
+    assert changed(lambda: longest, lambda: longest.insert(0, longest.pop() + 1))
+    assert not changed(lambda: longest, lambda: longest.__setitem__(1, 2.0))  # the documented limit
+    widest, most = dict.fromkeys(longest := range(len(longest))), set(longest)
+    assert changed(lambda: (widest, most), lambda: widest.update({longest[-1]: 1}))
+    assert changed(lambda: (widest, most), lambda: most.add(-1))
     long, rate, ordered = [0.5] * many, Rate(0.1), collections.OrderedDict(a=[1])
     for other in (Phase.TRAIN, Number.ONE, torch.float32, ordered, rate, (1, frozenset({2}))):
         deep["1"]["2"]["3"]["4"]["kind"] = other
