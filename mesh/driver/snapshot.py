@@ -296,10 +296,10 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
     elif isinstance(obj, torch.nn.Module):
         readers.append((state_of, DEPTH))
         readers.append((plain_state_of(obj), depth))
-    elif isinstance(obj, np.ndarray):
-        if isinstance(obj, np.memmap):
-            pass  # it travels as its path
-        elif not obj.dtype.hasobject:
+    elif isinstance(obj, torch.Generator):
+        readers.append((lambda generator: [generator.initial_seed()], DEPTH))
+    elif isinstance(obj, np.ndarray) and not isinstance(obj, np.memmap):  # which travels as its path
+        if not obj.dtype.hasobject:
             readers.append((_bytes_in, DEPTH))
         elif obj.size <= LOOKED_INTO and depth < DEPTH:
             readers.append((lambda array: array.ravel().tolist(), depth + 1))

@@ -260,6 +260,8 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
     assert changed(function, lambda: setattr(dropout, "layers", [*dropout.layers, nested]))
     for name in ("history", "rates", "layers"):
         delattr(dropout, name)
+    dropout.noise = torch.Generator()
+    assert changed(function, lambda: dropout.noise.manual_seed(5))
     lonely = torch.nn.Identity()
     lonely.rate = float("nan")
     assert not changed(lambda x: lonely(x), lambda: None)
