@@ -29,6 +29,7 @@ from .driver.session import DriverSession
 from .launch import launched
 from .pickling.beside import typed_sources
 from .pickling.objects import class_of_script, name_in_script
+from .pickling.settings import checked
 from .pickling.unpicklable import sending_result
 from .rank import counted
 from .region import Region, current, run_body
@@ -257,7 +258,7 @@ def remote(self: MeshView, cls: Callable, *args: Any, rank: int = 0, restore: bo
             "restore=True is for objects that the driver makes", remedy="make it there, and pass its handle"
         )
     try:
-        return _made(self, rank, (tuple(sys.path), sources, cls, *args), kwargs, label, restore)
+        return _made(self, rank, (tuple(sys.path), sources, checked(cls), *args), kwargs, label, restore)
     except BaseException as error:
         raise shorten(error) from error.__cause__
 

@@ -21,7 +21,7 @@ from .. import protocol, trees, wire
 from ..array import Array
 from ..pickling import beside
 from ..pickling.reloading import LoadedModules
-from ..pickling.settings import Checked
+from ..pickling.settings import checked
 from ..pickling.unpicklable import unpicklable_part
 from . import snapshot
 from .pending import WAITED_FOR
@@ -161,9 +161,8 @@ class ShippedObjects:
         held = found.arrays(function)
         names: list[Any] = []
         self._prepare(function)
-        changed = found.settings.changed
         try:
-            shipped = self.ship(Checked(obj, changed) if changed else obj, function, held or (), names)
+            shipped = self.ship(checked(obj, found.settings), function, held or (), names)
         except wire.Unsendable as error:
             part = unpicklable_part(function, self._whole)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION

@@ -31,27 +31,31 @@ _LITERALS = (*SINGLE, tuple, list, dict, set)
 _LOOKED_AT = 4096  # functions, classes and objects at most
 
 
-class Checked:
-    """An object that a process reads only where settings are as in the one that sends it.
-
-    Args:
-        settings: (module, qualified name) -> value.
-    """
-
+class _Checked:
     def __init__(self, obj: Any, settings: dict[tuple[str, str], Any]):
         self._obj, self._settings = obj, settings
 
     def __reduce__(self) -> Any:
-        return _checked, (self._settings, self._obj)
+        return _read, (self._settings, self._obj)
 
 
-def _checked(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
+def checked(obj: Any, settings: Settings | None = None) -> Any:
+    """An object in a form that can be read where the settings that it has are as they are here, and only there.
+
+    Args:
+        settings: those of the function that it was made of; without, its own.
+    """
+    changed = (settings or Settings(obj)).changed
+    return _Checked(obj, changed) if changed else obj
+
+
+def _read(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
     for (module, name), value in settings.items():
         theirs = named_in(importlib.import_module(module), name)
         if not _is_same(theirs, value):
             raise SpecError(
                 f"the program has changed {module}.{name}, and ranks import {module} for themselves",
-                got=f"{value!r:.80} in the driver, {theirs!r:.80} here",
+                got=f"{value!r:.80} in the program, {theirs!r:.80} on the rank",
                 remedy="pass it as an argument, take it into a name of the program's own first "
                 f"({name.rpartition('.')[2]} = {module}.{name}), or write it into the file",
             )

@@ -104,7 +104,7 @@ def test_a_setting_that_only_the_driver_has_changed_is_refused(shared_mesh, conf
             for _ in range(2):
                 with pytest.raises(SpecError, match=rf"has changed config_of_test\.{name}, .*{last} = config_of") as e:
                     step(x).full()
-                assert f"got {values[name]!r} in the driver, {before!r} here" in str(e.value)
+                assert f"got {values[name]!r} in the program, {before!r} on the rank" in str(e.value)
             setattr(owner, last, before)
             assert step(x).tolist() == first
 
@@ -113,6 +113,14 @@ def test_what_a_dataset_reads(shared_mesh, config, monkeypatch):
     monkeypatch.setattr(config, "size", 3)
     with pytest.raises(SpecError, match=r"has changed config_of_test\.size"):
         next(iter(spmd.Loader(config.Images(), 4, mesh=shared_mesh({"data": 2}))))
+
+
+def test_what_an_object_on_a_rank_reads(shared_mesh, config, monkeypatch):
+    mesh = shared_mesh({"data": 2})
+    assert mesh.remote(config.Net)(torch.ones(1)).get() == 1
+    monkeypatch.setattr(config, "gain", 3.0)
+    with pytest.raises(SpecError, match=r"has changed config_of_test\.gain"):
+        mesh.remote(config.Net)
 
 
 def test_what_may_differ_between_processes(shared_mesh, config):
