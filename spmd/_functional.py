@@ -66,7 +66,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     """
     check_module(module)
     skeleton = skeleton_of(module, dict(module.named_parameters()))
-    return Apply(skeleton, torch_private.compiled_parts(module), Origin(module)), _values(module)
+    params = _values(module)
+    return Apply(skeleton, torch_private.compiled_parts(module), Origin(module, params)), params
 
 
 @public
@@ -97,13 +98,14 @@ def functional_with_buffers(
     Source: `torch.func.functional_call`, and the mutable collections of Flax.
     """
     check_module(module, sync=sync)
-    origin = Origin(module)
+    params = _values(module)
+    origin = Origin(module, params)
     if sync:
         module = synced(module)
     buffers = dict(module.named_buffers())
     skeleton = skeleton_of(module, dict(module.named_parameters()), buffers)
     apply = ApplyWithBuffers(skeleton, torch_private.compiled_parts(module), origin)
-    return apply, _values(module), {name: b.detach().clone() for name, b in buffers.items()}
+    return apply, params, {name: b.detach().clone() for name, b in buffers.items()}
 
 
 _INSTEAD = {  # of what modules have
@@ -123,12 +125,14 @@ class Apply:
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
         self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
+        self._warn_of_weights = origin.warn_of_weights if isinstance(origin, Origin) else lambda: None
         # There is one at once: to make it would break a graph, if the first call is compiled.
         self._was_looked_at, self._idle = False, [_Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
     def __reduce__(self):
+        self._warn_of_weights()
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
             skeleton = without_parametrized_classes(self.skeleton)
             return _load_parametrized, (type(self), skeleton, *self._changing()[1:])
@@ -228,6 +232,7 @@ class Apply:
             if self._has_run or compiling:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
+                self._warn_of_weights()
                 with torch_private.eagerly(), Lent(self.skeleton, params, self._original()):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True

@@ -13,7 +13,7 @@ from .kernels.arguments import checked_flag
 from .kernels.callsite import warn
 from .kernels.errors import SpecError, SpmdError
 from .kernels.flat import strided_parts
-from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func, is_exported
+from .kernels.torch_private import DispatchMode, has_hooks, in_torch_func, is_exported, versions
 from .mesh.array import Array
 from .mesh.purity.captured_state import CapturedState
 from .mesh.purity.writes import tensors_in
@@ -144,15 +144,20 @@ class Lent(DispatchMode):
 
 
 class Origin:
-    """The module that a function was made from, which may have been switched to eval mode since.
+    """The module that a function was made from, which may have got other weights or been switched to eval mode since.
 
-    Torch's modules switch in place, but the function keeps the mode that its module had.
+    Torch's modules change in place, but the function keeps the mode that its module had, and its parameters are copies.
+
+    Args:
+        params: these.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, params: Mapping[str, torch.Tensor]):
         self._module = weakref.ref(module)
         self._modes = _modes.setdefault(module, set())
         self._modes.add(module.training)
+        self._params: list[weakref.ref[torch.Tensor]] = list(map(weakref.ref, params.values()))
+        _weights[module] = _weights_of(module)
 
     def module(self) -> nn.Module | None:
         """The module, if there is still one."""
@@ -164,8 +169,27 @@ class Origin:
         module = self._module()
         return module is not None and not module.training and False not in self._modes
 
+    def warn_of_weights(self) -> None:
+        """Before the function is used first: warn if the module has changed, and the parameters are those of before."""
+        module, params, self._params = self._module(), self._params, []
+        is_changed = module is not None and _weights[module] != _weights_of(module)
+        if is_changed and any(refer() is not None for refer in params) and not _others_warn():
+            warn(
+                f"the parameters of {type(module).__name__} were changed after functional had copied them, and those "
+                "that it returned are as before",
+                remedy="load or initialise weights first, and call functional(module) then; or "
+                "params = apply.params(module.state_dict())",
+            )
+
 
 _modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # that functions were made in
+_weights: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()  # when one was made last
+
+
+def _weights_of(module: nn.Module) -> list[int]:
+    """Numbers that differ after a change of a module's parameters."""
+    tensors = list(module.parameters())
+    return [*map(id, tensors), *versions(tensors)]
 
 
 def warn_of_training(skeleton: nn.Module) -> None:

@@ -200,6 +200,39 @@ def test_the_module_is_neither_changed_nor_followed():
     assert params["0.weight"].abs().sum() > 0
 
 
+WEIGHTS_OF_BEFORE = "were changed after functional had copied them"
+
+
+@pytest.mark.parametrize("split", [functional, lambda module: functional_with_buffers(module)[:2]])
+def test_weights_that_a_module_gets_too_late(shared_mesh, split):
+    mesh, module = shared_mesh({"data": 2}), nn.Linear(2, 1)
+    loaded = {name: torch.ones_like(value) for name, value in module.state_dict().items()}
+    for change in (lambda: module.load_state_dict(loaded), lambda: module.load_state_dict(loaded, assign=True)):
+        apply, params = split(module)
+        change()
+        with pytest.warns(UserWarning, match=WEIGHTS_OF_BEFORE):
+            mesh.run(id, apply)
+        mesh.run(id, (apply, params))  # says it once
+    apply, params = functional(module)
+    nn.init.zeros_(module.weight)
+    with pytest.warns(UserWarning, match=WEIGHTS_OF_BEFORE):
+        apply(params, torch.ones(2))
+
+
+def test_weights_that_a_module_gets_afterwards(shared_mesh):
+    """Of those that params were taken from again, or that are written back, nothing is said."""
+    mesh, module = shared_mesh({"data": 2}), nn.Linear(2, 1)
+    first, _ = functional(module)
+    kept, params = functional(module)
+    nn.init.zeros_(module.weight)
+    params = first.params(module.state_dict())
+    step = spmd(lambda params: kept(params, torch.ones(2)), mesh=mesh)
+    _, others = functional(module)
+    assert float(step(params)) == float(first(params, torch.ones(2)))
+    nn.init.ones_(module.weight)
+    assert spmd(lambda params: kept(params, torch.ones(2)) * 2, mesh=mesh)(others).full() == 2 * float(step(params))
+
+
 def evaluated(mesh, apply, params):
     """What a step that evaluates warns of."""
 
