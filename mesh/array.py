@@ -248,6 +248,7 @@ class Array:
         return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
 
     @classmethod
+    @public
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         return _operated(func, *args, **(kwargs or {}))
 
@@ -267,7 +268,7 @@ class Array:
         method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else OF_ARRAYS.get(name, ".full() is the whole value as a tensor")
-            raise no_attribute(self, name, {name: way})
+            raise no_attribute(self, name, {name: way}) from None
         return functools.partial(_operated, method, self)
 
     __add__, __radd__, __sub__, __rsub__, __mul__, __rmul__ = _operators("add", "radd", "sub", "rsub", "mul", "rmul")
@@ -343,7 +344,7 @@ def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
-    *("__dlpack__", "__format__", "__str__", "__getitem__"),
+    *("__dlpack__", "__format__", "__str__", "__getitem__", "__setitem__", "__reduce__"),
 ):
     setattr(Array, _name, public(getattr(Array, _name)))
 

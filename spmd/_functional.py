@@ -145,8 +145,9 @@ class Apply:
 
     if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
 
+        @public
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)
+            raise no_attribute(self, name, _INSTEAD) from None
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"

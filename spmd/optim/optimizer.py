@@ -41,8 +41,9 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], dict[str, Any]]
     step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
+    @public
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, _INSTEAD)
+        raise no_attribute(self, name, _INSTEAD) from None
 
 
 _INSTEAD = {  # of what torch's optimizers have
@@ -182,6 +183,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
         return spmd(functools.partial(_init, recipe), mesh=cut[0].mesh)(params)
     leaves = [leaf.full() if isinstance(leaf, Array) else leaf for leaf in leaves]
     groups = grouping.numbers_of(recipe.groups, trees.unflatten(treedef, leaves))
+    grouping.warn_of_empty(len(recipe.groups), groups, treedef)
     given = [
         Leaf(path, leaf, None, group)
         for path, leaf, group in zip(trees.places(treedef), leaves, groups, strict=True)
@@ -325,6 +327,8 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
             remedy="take an optimizer that needs one gradient a step, such as AdamW, or call torch's own in the "
             "program, with a closure that calls a step for the loss and its gradients (docs/how_to.md)",
         )
+    if held := next((name for name, value in hyper.items() if isinstance(value, Array)), None):
+        raise SpecError(f"{cls.__name__} got a {held} that is on a mesh", remedy=f"pass float({held})")
     accepted = _arguments(cls.__init__)
     accepted.pop("params", None)
     open_ended = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(cls.__init__).parameters.values())

@@ -358,6 +358,29 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         r"mesh.remote got a bad restore .*'a.pt'.*write restore=True.*functools.partial\(cls, restore=",
     ),
     "wait": (lambda m: m.resize({"data": 2}, wait="no"), "mesh.resize got a bad wait .*'no'"),
+    "a Ref and a value": (lambda m: m.remote(list).copy() == [], r"a Ref was compared with a value.*ref\.get\(\)"),
+    "a value and a Ref": (lambda m: X == m.remote(list).copy(), "a Ref was compared with a value.*and a Tensor"),
+    "a callback": (lambda m: m.remote(list).copy().add_done_callback(3), "add_done_callback takes a function .*int"),
+    "a rate on the mesh": (
+        lambda m: optimizer(torch.optim.SGD, lr=put(torch.tensor(0.1), mesh=m)),
+        r"SGD got a lr that is on a mesh: pass float\(lr\)",
+    ),
+    "torch's groups": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": nn.Linear(4, 1).parameters(), "lr": 0.2}]),
+        r'"params" of groups\[0\] does not name parameters .*got a generator.*lambda name, p: name',
+    ),
+    "a list of parameters": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": [*nn.Linear(4, 1).parameters()]}]),
+        r'"params" of groups\[0\] does not name parameters .*got a list',
+    ),
+    "a module as a group": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": nn.Linear(4, 1)}]),
+        r'"params" of groups\[0\] does not name parameters .*got a Linear',
+    ),
+    "loss and gradients": (
+        lambda m: ADAMW.step(PARAMS, (torch.tensor(1.0), PARAMS), ADAMW.init(PARAMS)),
+        r"another structure than params.*got a tuple of 3 leaves.*the grads of loss, grads = value_and_grad",
+    ),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
@@ -476,6 +499,8 @@ def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
         value = put(X, mesh=other)
     with pytest.raises(SpmdError, match=r"sum is on another mesh, which is closed.*: fetch .*\.full\(\) before"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
+    with pytest.raises(SpmdError, match=r"Arrays of different meshes, of which one is closed: fetch .*\.full\(\) before"):
+        put(X, mesh=mesh) + value
     for look in (other.status, other.stacks):
         with pytest.raises(SpmdError, match="this mesh is closed"):
             look()
