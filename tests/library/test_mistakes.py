@@ -359,7 +359,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     ),
     "wait": (lambda m: m.resize({"data": 2}, wait="no"), "mesh.resize got a bad wait .*'no'"),
     "a Ref and a value": (lambda m: m.remote(list).copy() == [], r"a Ref was compared with a value.*ref\.get\(\)"),
-    "a value and a Ref": (lambda m: X == m.remote(list).copy(), "a Ref was compared with a value.*and a Tensor"),
+    "a value and a Ref": (lambda m: [3].index(m.remote(list).copy()), "a Ref was compared with a value.*and a int"),
     "a callback": (lambda m: m.remote(list).copy().add_done_callback(3), "add_done_callback takes a function .*int"),
     "a rate on the mesh": (
         lambda m: optimizer(torch.optim.SGD, lr=put(torch.tensor(0.1), mesh=m)),
@@ -499,7 +499,7 @@ def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
         value = put(X, mesh=other)
     with pytest.raises(SpmdError, match=r"sum is on another mesh, which is closed.*: fetch .*\.full\(\) before"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
-    with pytest.raises(SpmdError, match=r"Arrays of different meshes, of which one is closed: fetch .*\.full\(\) before"):
+    with pytest.raises(SpmdError, match=r"different meshes, of which one is closed: fetch .*\.full\(\) before"):
         put(X, mesh=mesh) + value
     for look in (other.status, other.stacks):
         with pytest.raises(SpmdError, match="this mesh is closed"):

@@ -384,7 +384,8 @@ def test_a_group_that_no_parameter_belongs_to():
         ([{"params": lambda name, p: None, "lr": 1.0}], 0),
         ([{"params": ["bias"], "lr": 1.0}, {"params": ["bias"], "lr": 2.0}], 1),
     ):
-        with pytest.warns(UserWarning, match=rf"no parameter belongs to groups\[{number}\].*got parameters \['w', 'bias'"):
+        words = rf"no parameter belongs to groups\[{number}\].*got parameters \['w', 'bias'"
+        with pytest.warns(UserWarning, match=words):
             optimizer(optim.SGD, lr=0.1, groups=groups).init(params)
 
 
