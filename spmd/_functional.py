@@ -27,6 +27,7 @@ from ._functional_checks import (
     warn_of_dropped,
     warn_of_frozen,
     warn_of_kept,
+    warn_of_refrozen,
     warn_of_training,
 )
 from .kernels import torch_private
@@ -122,13 +123,15 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
-        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
+        self._made_from = origin if isinstance(origin, Origin) else None
         # There is one at once: to make it would break a graph, if the first call is compiled.
         self._was_looked_at, self._idle = False, [_Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
     def __reduce__(self):
+        if self._made_from is not None:
+            warn_of_refrozen(self._made_from)
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
             skeleton = without_parametrized_classes(self.skeleton)
             return _load_parametrized, (type(self), skeleton, *self._changing()[1:])
@@ -229,7 +232,11 @@ class Apply:
             if self._has_run or compiling:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
-                with torch_private.eagerly(), Lent(self.skeleton, params, self._original()):
+                made_from = self._made_from
+                if made_from is not None:
+                    warn_of_refrozen(made_from)
+                original = None if made_from is None else made_from.module()
+                with torch_private.eagerly(), Lent(self.skeleton, params, original):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True
             if kept is not None:

@@ -153,10 +153,24 @@ class Origin:
         self._module = weakref.ref(module)
         self._modes = _modes.setdefault(module, set())
         self._modes.add(module.training)
+        self._freezings = _freezings.setdefault(module, set())
+        self._freezings.add(_frozen(module))
+        self._frozen = _frozen(module)
 
     def module(self) -> nn.Module | None:
         """The module, if there is still one."""
         return self._module()
+
+    def refrozen(self) -> list[str]:
+        """Names of parameters that were frozen or thawed since, and no function was ever made of it as it is now.
+
+        If all of it is frozen, that is on purpose: nobody is to train the module itself.
+        """
+        module = self._module()
+        if module is None or (now := _frozen(module)) in self._freezings:
+            return []
+        names = [name for name, _ in module.named_parameters()]
+        return [] if now.issuperset(names) else [name for name in names if (name in now) != (name in self._frozen)]
 
     @property
     def evaluates(self) -> bool:
@@ -166,6 +180,24 @@ class Origin:
 
 
 _modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # that functions were made in
+# The names of the parameters that were frozen when functions were made.
+_freezings: weakref.WeakKeyDictionary[nn.Module, set[frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def _frozen(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, own in module.named_parameters() if not own.requires_grad)
+
+
+def warn_of_refrozen(origin: Origin) -> None:
+    """Warn of a module whose parameters were frozen, or thawed, after functional was called: its params are copies."""
+    if (names := origin.refrozen()) and not _others_warn():
+        module = origin.module()
+        warn(
+            f"{type(module).__name__} was frozen in part, or thawed, after functional was called, and params, which "
+            "are copies, do not follow",
+            got=f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}",
+            remedy="freeze them first: model[0].requires_grad_(False), then apply, params = functional(model)",
+        )
 
 
 def warn_of_training(skeleton: nn.Module) -> None:

@@ -104,7 +104,7 @@ class Loader:
         if collate_fn is not None:
             check_function("Loader", collate_fn, "collate_fn=function, which makes a batch of a list of samples")
         self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
-        self._mesh = mesh
+        self._mesh = None if mesh is None else resolve(mesh)
         options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "collate": collate_fn}
         options["ahead"] = workers, max(1, prefetch) * workers, self._most_bytes
         self._batches: MapBatches | StreamBatches

@@ -381,6 +381,17 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: ADAMW.step(PARAMS, (torch.tensor(1.0), PARAMS), ADAMW.init(PARAMS)),
         r"another structure than params.*got a tuple of 3 leaves.*the grads of loss, grads = value_and_grad",
     ),
+    "a path for shards": (
+        lambda m: Stream("a.txt", open),
+        r"Stream got no list of shards .*Stream\(\['a.txt'\], open\)",
+    ),
+    "a path for a dataset": (lambda m: Loader("a.pt", 2, mesh=m), r"can't read .*got str.*Stream\.jsonl\(\[path\]\)"),
+    "mesh of a loader": (lambda m: Loader(X, 2, mesh={"data": 2}), "this is no mesh .*mesh={'data': 2}"),
+    "a pad": (lambda m: Stream([0], iter).pack(2, pad="x"), "pack got a bad pad .*'x'"),
+    "packed records": (
+        lambda m: [*Loader(Stream([0], lambda shard: [{"x": 1}]).pack(2), 1, mesh=m)],
+        "pack got a sample that is not a sequence .*got a dict",
+    ),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
@@ -515,6 +526,9 @@ def test_an_attribute_of_a_remote_object_is_set_by_a_method(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda comm: comm.empty("a"), "empty got a bad shape .*'a'"),
+        (lambda comm: comm.empty((2, -1)), r"empty got a bad shape .*\(2, -1\)"),
+        (lambda comm: comm.empty(2, dtype="float32"), "empty got a bad dtype .*'float32'"),
         (lambda comm: comm.all_reduce(3), 'all_reduce got a bad "tensor" .*got int'),
         (lambda comm: comm.all_reduced(3), 'all_reduced got a bad "tensor" .*got int'),
         (lambda comm: comm.all_reduce(X.to_sparse()), 'all_reduce got a bad "tensor" .*layout torch.sparse_coo'),
