@@ -28,7 +28,6 @@ from .spec import RAGGED, P
 _OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # would be those of a tensor that is gone at once
 MOST_SHOWN = 16  # elements; a larger value is printed without its numbers
 
-
 WAY = "differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)"
 FREEZE = "model.requires_grad_(False) before functional(model); for a while, None in its place among grads"
 
@@ -215,7 +214,7 @@ class Array:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d Array: its number is .item(), and torch.stack joins several")
+            raise TypeError("len() of a 0-d Array: its number is .item(), and torch.stack joins several") from None
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -344,7 +343,7 @@ def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
-    *("__dlpack__", "__format__", "__str__", "__getitem__", "__setitem__", "__reduce__"),
+    *("__dlpack__", "__format__", "__str__", "__getitem__", "__setitem__", "__reduce__", "__len__"),
 ):
     setattr(Array, _name, public(getattr(Array, _name)))
 

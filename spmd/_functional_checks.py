@@ -77,6 +77,7 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
             f"apply got an unexpected type for argument {argument!r}",
             expected=f"a dictionary with the {len(expected)} names that functional returned",
             got=type(given).__name__,
+            remedy=f"pass what functional returned as {argument}, before the module's own arguments",
         )
     if given.keys() == expected.keys():
         return

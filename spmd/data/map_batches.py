@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from ..kernels.arguments import check_value
+from ..kernels.arguments import check_value, checked_flag, integer
 from ..kernels.callsite import warn
 from ..kernels.errors import SpecError
 from ..mesh import trees
@@ -48,6 +48,9 @@ class MapBatches(Batches):
         tree = _tensors(dataset) if collate is None else None
         length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
+        batch_size = integer("Loader", "batch_size", batch_size, 1)
+        for flag in ("shuffle", "drop_last"):
+            checked_flag("Loader", flag, options[flag])
         self.sampler = Sampler(length, batch_size, **options)
         if length and not len(self.sampler):
             got = f"{length} samples, batch_size={batch_size}, drop_last=True"

@@ -30,6 +30,7 @@ from . import groups as grouping
 from .engine import Engine
 from .given import HasArrays, Kinds, is_trainable, settle
 from .groups import Groups
+from .hyper import instead_of
 from .leaves import FROM_TORCH, Leaf, is_elementwise, mixing, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
@@ -336,7 +337,8 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
     missing = next((name for name, a in accepted.items() if a.default is a.empty and name not in hyper), None)
     if unknown or missing:
         problem = f"does not take {unknown!r}" if unknown else f"needs a value for {missing!r}"
-        raise SpecError(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}")
+        expected, remedy = f"some of {[*accepted]}", instead_of(unknown, accepted) if unknown else ""
+        raise SpecError(f"{cls.__name__} {problem}", expected=expected, got=f"{[*hyper]}", remedy=remedy)
 
 
 def _arguments(method: Callable) -> dict[str, inspect.Parameter]:

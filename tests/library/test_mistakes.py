@@ -392,6 +392,23 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: [*Loader(Stream([0], lambda shard: [{"x": 1}]).pack(2), 1, mesh=m)],
         "pack got a sample that is not a sequence .*got a dict",
     ),
+    "batch_size": (lambda m: Loader(X, 0, mesh=m), 'Loader got an unexpected value for argument "batch_size".*got 0'),
+    "a flag of a loader": (lambda m: Loader(X, 2, mesh=m, shuffle="no"), "Loader got a bad shuffle .*'no'"),
+    "a rate for each parameter": (
+        lambda m: ADAMW.step(
+            PARAMS, PARAMS, {"state": {}, "hyper": {**ADAMW.init(PARAMS)["hyper"], "lr": torch.ones(2)}}
+        ),
+        r"opt_state\['hyper'\]\['lr'\] has an unexpected value .*like 0.1",
+    ),
+    "two averages": (lambda m: ema(ema(ADAMW)).init({"w": X}), "keeps an average already: keep one"),
+    "a misspelt option": (lambda m: optimizer(torch.optim.SGD, lr=0.1, momemtum=0.9), "'momemtum'.*: write momentum="),
+    "a rate by its name": (lambda m: optimizer(torch.optim.SGD, learning_rate=0.1), "'learning_rate'.*: it is lr="),
+    "a norm": (lambda m: optimizer(torch.optim.SGD, lr=0.1, max_norm=1.0), "'max_norm'.*: it is clip="),
+    "parameters of an optimizer": (
+        lambda m: optimizer(torch.optim.SGD, params=PARAMS, lr=0.1),
+        r": opt.init\(params\) t",
+    ),
+    "a model's input alone": (lambda m: APPLY(X), "got Tensor.*pass what functional returned as params, before the"),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
@@ -416,6 +433,9 @@ NAMES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "axis of all_gather": (lambda m: m.run(lambda: spmd.all_gather(X, "data", axis=0)), r"axis twice .*dim="),
     "argnames": (lambda m: value_and_grad(torch.sum, argnames="w"), "argnums="),
     "sharding": (lambda m: put(X, sharding=P("data")), r"put\(tree, P\(\"data\"\)\)"),
+    "map_location": (lambda m: restore("nowhere", map_location="cpu"), "it is mesh="),
+    "step": (lambda m: restore("nowhere", step=3), "path/step-00000003"),
+    "overwrite": (lambda m: save("nowhere", X, overwrite=True), "keep= says how many stay"),
     "num_replicas": (lambda m: spmd.Sampler(8, 2, num_replicas=2), r"sampler.shard\(epoch, step, rank, size\)"),
 }
 
