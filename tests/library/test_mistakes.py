@@ -37,6 +37,7 @@ from spmd import (
 
 X = torch.arange(4.0)
 ADAMW = optimizer(torch.optim.AdamW, lr=0.1)
+HYPER = ADAMW.init({"w": X})["hyper"]
 
 
 APPLY, PARAMS = functional(nn.Linear(4, 1))
@@ -395,9 +396,7 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "batch_size": (lambda m: Loader(X, 0, mesh=m), 'Loader got an unexpected value for argument "batch_size".*got 0'),
     "a flag of a loader": (lambda m: Loader(X, 2, mesh=m, shuffle="no"), "Loader got a bad shuffle .*'no'"),
     "a rate for each parameter": (
-        lambda m: ADAMW.step(
-            PARAMS, PARAMS, {"state": {}, "hyper": {**ADAMW.init(PARAMS)["hyper"], "lr": torch.ones(2)}}
-        ),
+        lambda m: ADAMW.step({"w": X}, {"w": X}, {"state": {}, "hyper": {**HYPER, "lr": torch.ones(2)}}),
         r"opt_state\['hyper'\]\['lr'\] has an unexpected value .*like 0.1",
     ),
     "two averages": (lambda m: ema(ema(ADAMW)).init({"w": X}), "keeps an average already: keep one"),
