@@ -96,6 +96,20 @@ _STANDS: dict[str, dict[str, str]] = {  # by the function, and the name that oth
             "torch.utils.data.Subset(dataset, ids)",
         ),
     },
+    "save": {
+        **dict.fromkeys(
+            ("overwrite", "exist_ok"), _NO_NEED + "each checkpoint is a folder of its own; keep= says how many stay"
+        ),
+        "async_save": "it is background=",
+    },
+    "restore": {
+        **dict.fromkeys(
+            ("map_location", "device"), "it is mesh=, whose ranks get the tensors; without it they are on the CPU"
+        ),
+        "strict": "dicts in like= may have fewer entries than were saved",
+        "weights_only": _NO_NEED + "checkpoints never run code",
+        **dict.fromkeys(("step", "index"), "pass the folder of that checkpoint, as path/step-00000003"),
+    },
     "Sampler": {
         **dict.fromkeys(("dataset", "num_samples"), "it is length=, as in Sampler(len(dataset), batch_size)"),
         **dict.fromkeys(("num_replicas", "rank"), _NO_NEED + "sampler.shard(epoch, step, rank, size) takes them"),

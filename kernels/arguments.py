@@ -193,6 +193,19 @@ def check_value(x: torch.Tensor, called: Callable[[], str], *, cut: bool) -> Non
     raise SpecError(f"{called()} {problem}", got=got, remedy=remedy)
 
 
+def checked_kind(name: str, shape: Any, dtype: Any) -> tuple[torch.Size, torch.dtype]:
+    """A tensor's shape, also given as one number, and its dtype (None: the default one)."""
+    try:
+        sizes = torch.Size((shape,) if isinstance(shape, int) else shape)
+    except TypeError:
+        sizes = torch.Size((-1,))
+    if min(sizes, default=0) < 0:
+        raise SpecError(f"{name} got a bad shape", got=repr(shape), expected="whole numbers of at least 0")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise SpecError(f"{name} got a bad dtype", got=repr(dtype), expected="a torch.dtype, as torch.float32")
+    return sizes, dtype or torch.get_default_dtype()
+
+
 def check_list(
     name: str,
     argument: str,

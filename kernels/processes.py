@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -172,6 +173,13 @@ def nanoseconds_of(pid: int) -> int:
             return int(file.read().split()[0])
     except OSError:
         return time.monotonic_ns()
+
+
+def ended(pidfd: int, seconds: float = 0.0) -> bool:
+    """Wait for a process to end; returns whether it has."""
+    waiting = select.poll()  # select() takes only descriptors below 1024
+    waiting.register(pidfd, select.POLLIN)
+    return bool(waiting.poll(1000 * seconds))
 
 
 def end_with_parent(parent: int) -> None:

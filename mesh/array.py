@@ -28,7 +28,6 @@ from .spec import RAGGED, P
 _OF_MEMORY = ("data_ptr", "storage", "untyped_storage")  # would be those of a tensor that is gone at once
 MOST_SHOWN = 16  # elements; a larger value is printed without its numbers
 
-
 WAY = "differentiate in an @spmd function: value_and_grad(loss_fn)(params, batch)"
 FREEZE = "model.requires_grad_(False) before functional(model); for a while, None in its place among grads"
 
@@ -215,7 +214,7 @@ class Array:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d Array: its number is .item(), and torch.stack joins several")
+            raise TypeError("len() of a 0-d Array: its number is .item(), and torch.stack joins several") from None
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -248,6 +247,7 @@ class Array:
         return func(*map(_as_numpy, args), **{name: _as_numpy(value) for name, value in kwargs.items()})
 
     @classmethod
+    @public
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         return _operated(func, *args, **(kwargs or {}))
 
@@ -267,7 +267,7 @@ class Array:
         method = None if name.startswith("_") or name in _OF_MEMORY else getattr(torch.Tensor, name, None)
         if method is None or not callable(method):
             way = WAY if name in ("grad", "grad_fn") else OF_ARRAYS.get(name, ".full() is the whole value as a tensor")
-            raise no_attribute(self, name, {name: way})
+            raise no_attribute(self, name, {name: way}) from None
         return functools.partial(_operated, method, self)
 
     __add__, __radd__, __sub__, __rsub__, __mul__, __rmul__ = _operators("add", "radd", "sub", "rsub", "mul", "rmul")
@@ -343,7 +343,7 @@ def _operated(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 for _name in (
     *("shards", "full", "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__complex__", "__array__"),
-    *("__dlpack__", "__format__", "__str__", "__getitem__"),
+    *("__dlpack__", "__format__", "__str__", "__getitem__", "__setitem__", "__reduce__", "__len__"),
 ):
     setattr(Array, _name, public(getattr(Array, _name)))
 

@@ -45,7 +45,7 @@ REPLACED_SECONDS = 10.0  # how long `remote` waits for a dead rank to be replace
 @public
 def refuse_attribute(mesh: MeshView, name: str) -> NoReturn:
     """Raise an error for an attribute that a mesh does not have, with what to write instead of torch's or JAX's."""
-    raise no_attribute(mesh, name, OF_MESHES)
+    raise no_attribute(mesh, name, OF_MESHES) from None
 
 
 @public

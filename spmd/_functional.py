@@ -124,15 +124,15 @@ class Apply:
 
     def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]], origin: Origin | bool):
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
-        self._original: Callable[[], nn.Module | None] = origin.module if isinstance(origin, Origin) else lambda: None
-        self._warn_of_weights = origin.warn_of_weights if isinstance(origin, Origin) else lambda: None
+        self._made_from = origin if isinstance(origin, Origin) else None
         # There is one at once: to make it would break a graph, if the first call is compiled.
         self._was_looked_at, self._idle = False, [_Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
     def __reduce__(self):
-        self._warn_of_weights()
+        if self._made_from is not None:
+            self._made_from.warn_of_changes()
         if any(parametrize.is_parametrized(submodule) for submodule in self.skeleton.modules()):
             skeleton = without_parametrized_classes(self.skeleton)
             return _load_parametrized, (type(self), skeleton, *self._changing()[1:])
@@ -149,8 +149,9 @@ class Apply:
 
     if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
 
+        @public
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)
+            raise no_attribute(self, name, _INSTEAD) from None
 
     def __repr__(self) -> str:
         return f"apply({type(self.skeleton).__name__})"
@@ -232,8 +233,11 @@ class Apply:
             if self._has_run or compiling:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
-                self._warn_of_weights()
-                with torch_private.eagerly(), Lent(self.skeleton, params, self._original()):
+                made_from = self._made_from
+                if made_from is not None:
+                    made_from.warn_of_changes()
+                original = None if made_from is None else made_from.module()
+                with torch_private.eagerly(), Lent(self.skeleton, params, original):
                     out, new = runner.run(params, buffers, args, kwargs)
                 self._has_run = True
             if kept is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -77,6 +78,7 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
             f"apply got an unexpected type for argument {argument!r}",
             expected=f"a dictionary with the {len(expected)} names that functional returned",
             got=type(given).__name__,
+            remedy=f"pass what functional returned as {argument}, before the module's own arguments",
         )
     if given.keys() == expected.keys():
         return
@@ -143,8 +145,22 @@ class Lent(DispatchMode):
         return func(*args, **kwargs)
 
 
+@dataclasses.dataclass
+class _Taken:
+    """In what states functions were made of a module.
+
+    Attributes:
+        weights: numbers that tell apart the weights that it had the last time.
+        frozen: each time, the names of the parameters that were frozen.
+    """
+
+    modes: set[bool] = dataclasses.field(default_factory=set)
+    weights: list[int] = dataclasses.field(default_factory=list)
+    frozen: set[frozenset[str]] = dataclasses.field(default_factory=set)
+
+
 class Origin:
-    """The module that a function was made from, which may have got other weights or been switched to eval mode since.
+    """The module that a function was made from, which may have changed since.
 
     Torch's modules change in place, but the function keeps the mode that its module had, and its parameters are copies.
 
@@ -153,11 +169,12 @@ class Origin:
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, torch.Tensor]):
-        self._module = weakref.ref(module)
-        self._modes = _modes.setdefault(module, set())
-        self._modes.add(module.training)
+        self._module, self._frozen = weakref.ref(module), _frozen(module)
         self._params: list[weakref.ref[torch.Tensor]] = list(map(weakref.ref, params.values()))
-        _weights[module] = _weights_of(module)
+        self._taken = _taken.setdefault(module, _Taken())
+        self._taken.modes.add(module.training)
+        self._taken.frozen.add(self._frozen)
+        self._taken.weights = _weights_of(module)
 
     def module(self) -> nn.Module | None:
         """The module, if there is still one."""
@@ -167,29 +184,43 @@ class Origin:
     def evaluates(self) -> bool:
         """Whether the module is in eval mode now, and no function was ever made from it in eval mode."""
         module = self._module()
-        return module is not None and not module.training and False not in self._modes
+        return module is not None and not module.training and False not in self._taken.modes
 
-    def warn_of_weights(self) -> None:
-        """Before the function is used first: warn if the module has changed, and the parameters are those of before."""
+    def warn_of_changes(self) -> None:
+        """Warn if the module has got other weights, before the function is used first, or was frozen or thawed."""
         module, params, self._params = self._module(), self._params, []
-        is_changed = module is not None and _weights[module] != _weights_of(module)
-        if is_changed and any(refer() is not None for refer in params) and not _others_warn():
+        if module is None or _others_warn():
+            return
+        if self._taken.weights != _weights_of(module) and any(refer() is not None for refer in params):
             warn(
                 f"the parameters of {type(module).__name__} were changed after functional had copied them, and those "
                 "that it returned are as before",
                 remedy="load or initialise weights first, and call functional(module) then; or "
                 "params = apply.params(module.state_dict())",
             )
+        if (now := _frozen(module)) in self._taken.frozen:
+            return
+        every = [name for name, _ in module.named_parameters()]
+        names = [name for name in every if (name in now) != (name in self._frozen)]
+        if not now.issuperset(every):  # else it is on purpose: nobody is to train the module itself
+            warn(
+                f"{type(module).__name__} was frozen in part, or thawed, after functional was called, and params, "
+                "which are copies, do not follow",
+                got=f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}",
+                remedy="freeze them first: model[0].requires_grad_(False), then apply, params = functional(model)",
+            )
 
 
-_modes: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()  # that functions were made in
-_weights: weakref.WeakKeyDictionary[nn.Module, list[int]] = weakref.WeakKeyDictionary()  # when one was made last
+_taken: weakref.WeakKeyDictionary[nn.Module, _Taken] = weakref.WeakKeyDictionary()
 
 
 def _weights_of(module: nn.Module) -> list[int]:
-    """Numbers that differ after a change of a module's parameters."""
     tensors = list(module.parameters())
     return [*map(id, tensors), *versions(tensors)]
+
+
+def _frozen(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, own in module.named_parameters() if not own.requires_grad)
 
 
 def warn_of_training(skeleton: nn.Module) -> None:

@@ -21,6 +21,7 @@ class MeanOf:
     total: Tensor
     count: Tensor
 
+    @public
     def _computed_with(self, *_: object) -> NoReturn:
         raise SpecError(
             "a mean_of is a pair of numbers, and can't be computed with before both are summed over the mesh",

@@ -68,8 +68,9 @@ class Sampler:
     drop_last: bool = False
     order: str = "feistel"
 
+    @public
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, {"set_epoch": "an epoch is an argument, sampler.batch(epoch, step)"})
+        raise no_attribute(self, name, {"set_epoch": "an epoch is an argument, sampler.batch(epoch, step)"}) from None
 
     def __post_init__(self) -> None:
         # object.__setattr__: the fields are frozen; NumPy integers become Python's, which never overflow.

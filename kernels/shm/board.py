@@ -10,7 +10,6 @@ import ctypes
 import functools
 import mmap
 import os
-import select
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from ..call import all_wait, other_calls
 from ..callsite import call_site
 from ..errors import Aborted, PeerLost
-from ..processes import cores, memory_kills, status_of
+from ..processes import cores, ended, memory_kills, status_of
 from .bells import Bells
 from .pages import MAP_NORESERVE, PAGE
 from .stalls import Stalls
@@ -332,17 +331,11 @@ class Board:
         if memory_kills() > self._memory_kills:
             remedy = "see its output, and give the ranks more memory, or start fewer"
             return PeerLost(problem, got="a kill for memory, by all appearances", remedy=remedy, rank=gone)
-        return PeerLost(problem, remedy="see its output", rank=gone)
+        remedy = "see its output; if it was at its end, all ranks must make this call, also if one uses the result"
+        return PeerLost(problem, remedy=remedy, rank=gone)
 
     def close(self) -> None:
         for pidfd in self._peers.values():
             if pidfd >= 0:
                 os.close(pidfd)
         self._peers.clear()
-
-
-def ended(pidfd: int, seconds: float = 0.0) -> bool:
-    """Wait for a process to end; returns whether it has."""
-    waiting = select.poll()  # select() takes only descriptors below 1024
-    waiting.register(pidfd, select.POLLIN)
-    return bool(waiting.poll(1000 * seconds))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_tensor
+from ..arguments import check_tensor, checked_kind
 from ..call import Call, check_pieces, disagreement, labels, shut_down, word_key
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
@@ -110,8 +110,7 @@ class ShmCommunicator(Communicator):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int] | int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self.arena.empty(sizes, dtype or torch.get_default_dtype())
+        return self.arena.empty(*checked_kind("empty", shape, dtype))
 
     def scratch(self, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         nbytes = numel * dtype.itemsize

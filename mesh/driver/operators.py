@@ -164,9 +164,10 @@ def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) 
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
     mesh = arrays[0].mesh
     if any(array.mesh is not mesh for array in arrays):
-        raise SpecError(
-            f"torch's {name} was given Arrays of different meshes", remedy="move one with put(x.full(), mesh=...)"
-        )
+        closed = any(array.mesh.closed for array in arrays)
+        remedy = "fetch values with .full() before their mesh is closed" if closed else ""
+        problem = f"torch's {name} was given Arrays of different meshes{', of which one is closed' if closed else ''}"
+        raise SpecError(problem, remedy=remedy or "move one with put(x.full(), mesh=...)")
     return mesh
 
 

@@ -16,11 +16,10 @@ from typing import Any
 
 from ...kernels.errors import MeshError
 from ...kernels.interrupts import uninterrupted
-from ...kernels.processes import Owned, memory_kills
+from ...kernels.processes import Owned, ended, memory_kills
 from ...kernels.registry import added_factory
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
-from ...kernels.shm.board import ended
 from ...kernels.torch_private import drop_unfinished_record
 from .. import wire
 from ..display import trace

@@ -20,8 +20,7 @@ from typing import Any
 from ...kernels.errors import MeshError
 from ...kernels.interrupts import uninterrupted
 from ...kernels.network.codec import Message
-from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, python_command
-from ...kernels.shm.board import ended
+from ...kernels.processes import check_can_start_python, check_not_imported_by_worker, ended, python_command
 from ..rank.descriptors import Forked, RankRequest, Refused, StandBy, receive, send
 from ..rank.environment import environment
 

@@ -52,31 +52,34 @@ class Remote:
         """What a function that captures the handle is sent again for."""
         return [handle._owner]
 
+    @public
     def __getattr__(self, name: str) -> Method:
         if name not in self._methods:
             raise AttributeError(
                 f"{self._label} on rank {self._owner[0]} has no method {name!r} to call from here; it has: "
-                f"{', '.join(sorted(self._methods)) or 'none'}"
-            )
+                f"{', '.join(sorted(self._methods)) or 'none'}; what is no method, a method of the class returns"
+            ) from None
         return Method(self, name)
 
+    @public
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise AttributeError(
                 f"{name!r} would be set on the handle, and not on the {self._label} on rank {self._owner[0]}; give the "
                 "class a method that sets it"
-            )
+            ) from None
         super().__setattr__(name, value)
 
     @public
     def __call__(self, *args: Any, **kwargs: Any) -> Ref:
         if "__call__" not in self._methods:
-            raise TypeError(f"{self._label} objects are not callable; call one of their methods")
+            raise TypeError(f"{self._label} objects are not callable; call one of their methods") from None
         return self._caller.invoke(self, "__call__", args, kwargs)
 
     def __dir__(self) -> list[str]:
         return sorted(self._methods)
 
+    @public
     def __reduce__(self) -> Any:
         raise MeshError(
             "a Remote cannot be pickled: it stands for an object on a rank",

@@ -10,9 +10,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...kernels.errors import MeshError
+from ...kernels.arguments import check_function
+from ...kernels.callsite import public
+from ...kernels.errors import MeshError, no_attribute
 from ..display.notebook import shorten
 from .protocol import Name, NodeId
 
@@ -64,6 +66,9 @@ class Outcome(Future):
         super().set_exception(exception)
 
 
+_INSTEAD = dict.fromkeys(("result", "wait", "value"), "it is ref.get()")  # of what others' futures have
+
+
 class Ref:
     """The result of a call of a remote object, which may not be there yet.
 
@@ -98,6 +103,7 @@ class Ref:
         self.future.set_running_or_notify_cancel()  # so that cancelling an await does not cancel the call
         self._value: Any = _UNREAD
 
+    @public
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the result; each time it is the same object.
 
@@ -130,6 +136,7 @@ class Ref:
         """Cancel the call if it has not begun yet; whether that was in time. `get` then raises CancelledError."""
         return not self.future.done() and self._caller.cancel(self)
 
+    @public
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the call is over; returns what it raised, None if it succeeded.
 
@@ -144,8 +151,10 @@ class Ref:
         self.future.unseen.see()
         return self.future.exception()
 
+    @public
     def add_done_callback(self, fn: Callable[[Ref], object]) -> None:
         """Call `fn(ref)` when the call is over (at once if it is), maybe on another thread, which it must not block."""
+        check_function("add_done_callback", fn, "ref.add_done_callback(lambda ref: ...)")
         self.future.unseen.see()
         self.future.add_done_callback(lambda _: fn(self))
 
@@ -169,10 +178,27 @@ class Ref:
                 yield from asyncio.get_running_loop().run_in_executor(None, self.get).__await__()
         return self.get()
 
+    @public
     def __bool__(self) -> bool:
         problem = "a Ref was asked whether it is true, and stands for a result that may not be there yet"
         raise MeshError(problem, got=repr(self), remedy="ask the result, ref.get(), or whether it is there, ref.done()")
 
+    @public
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Ref) or other is None:
+            return self is other
+        problem = "a Ref was compared with a value, and stands for a result that may not be there yet"
+        raise MeshError(problem, got=f"{self!r} and a {type(other).__name__}", remedy="compare the result, ref.get()")
+
+    __hash__ = object.__hash__
+
+    if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
+
+        @public
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _INSTEAD) from None
+
+    @public
     def __reduce__(self) -> Any:
         raise MeshError(
             "a Ref cannot be pickled: its result is on a rank",

@@ -203,6 +203,9 @@ def _open_last(path: Path) -> tuple[Opened, list[str]]:
             problems.append(str(error))
     if problems:
         raise Damaged(f"{problems[0]}, and no checkpoint in {path} is whole", got="; ".join(problems))
+    if path.is_file():
+        remedy = "name the directory given to save; torch.load reads what torch.save wrote"
+        raise SpmdError(f"there is no checkpoint in {path}, which is a file", remedy=remedy)
     # A writer may have been between its two renames.
     kind = Gone if path.is_dir() and any(path.glob(".step-*")) else SpmdError
     raise kind(f"there is no checkpoint in {path}", remedy="look at the path given to save")

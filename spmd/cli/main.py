@@ -111,7 +111,7 @@ def run(arguments: list[str]) -> int:
     for name in Explicit.names:  # of a rank that runs this command: the ranks of this job have torch's
         os.environ.pop(name, None)
     options = parse(arguments)
-    problem = problem_of(options)
+    problem = problem_of(options) or _missing_script(options)
     if problem is not None:
         return _refused(problem)
     with contextlib.ExitStack() as stack:
@@ -127,6 +127,13 @@ def run(arguments: list[str]) -> int:
             if problem is None:
                 raise
             return _refused(problem)
+
+
+def _missing_script(options: argparse.Namespace) -> str | None:
+    script = options.training_script
+    run = os.path.join(script, "__main__.py") if os.path.isdir(script) else script  # as Python does
+    is_there = options.module or options.no_python or script == "-" or os.path.exists(run)
+    return None if is_there else f"there is no script {script!r} here: look at its path"
 
 
 def _refused(problem: str) -> int:

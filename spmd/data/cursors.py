@@ -216,6 +216,14 @@ class Shuffled:
         return [self._number, self._given, self._began]
 
 
+def _sequence(sample: Any) -> torch.Tensor | None:
+    """A sample as a tensor, or None if it can't be one."""
+    try:
+        return torch.as_tensor(sample, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
 class Packed:
     """Sequences laid end to end and cut to one length. The state is where the first one that is not used up began."""
 
@@ -231,11 +239,12 @@ class Packed:
     def _take(self) -> None:
         while True:
             before = self._source.state()
-            piece = torch.as_tensor(next(self._source), device="cpu")
-            if piece.dim() != 1:
+            sample = next(self._source)
+            piece = _sequence(sample)
+            if piece is None or piece.dim() != 1:
                 raise SpecError(
                     "pack got a sample that is not a sequence",
-                    got=f"shape {tuple(piece.shape)}",
+                    got=f"a {type(sample).__name__}" if piece is None else f"shape {tuple(piece.shape)}",
                     expected="tensors, arrays or lists of one dimension",
                     remedy="map each sample to its tokens first",
                 )

@@ -104,7 +104,7 @@ class Loader:
         if collate_fn is not None:
             check_function("Loader", collate_fn, "collate_fn=function, which makes a batch of a list of samples")
         self.dataset, self.prefetch, self.shards, self._most_bytes = dataset, prefetch, shards, int(prefetch_mb * 1e6)
-        self._mesh = mesh
+        self._mesh = None if mesh is None else resolve(mesh)
         options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "collate": collate_fn}
         options["ahead"] = workers, max(1, prefetch) * workers, self._most_bytes
         self._batches: MapBatches | StreamBatches
@@ -128,8 +128,9 @@ class Loader:
 
     if not TYPE_CHECKING:  # for type checkers a name that is not there is an error
 
+        @public
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, _INSTEAD)
+            raise no_attribute(self, name, _INSTEAD) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SETTINGS and "_most_left" in vars(self):  # as of a DataLoader
@@ -138,6 +139,7 @@ class Loader:
             raise SpecError(f"{name} of a Loader cannot be set", remedy=remedy)
         super().__setattr__(name, value)
 
+    @public
     def __len__(self) -> int:
         return len(self._batches)
 

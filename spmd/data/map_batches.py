@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from ..kernels.arguments import check_value
+from ..kernels.arguments import check_value, checked_flag, integer
+from ..kernels.callsite import warn
 from ..kernels.errors import SpecError
 from ..mesh import trees
 from ..mesh.array import Array
@@ -47,7 +48,13 @@ class MapBatches(Batches):
         tree = _tensors(dataset) if collate is None else None
         length = _length(dataset) if tree is None else trees.leaves(tree)[0].shape[0]
         self._dataset, self._leaves = dataset, None if tree is None else trees.leaves(dataset)
+        batch_size = integer("Loader", "batch_size", batch_size, 1)
+        for flag in ("shuffle", "drop_last"):
+            checked_flag("Loader", flag, options[flag])
         self.sampler = Sampler(length, batch_size, **options)
+        if length and not len(self.sampler):
+            got = f"{length} samples, batch_size={batch_size}, drop_last=True"
+            warn("a Loader has no batches, and a loop over it does nothing", got=got, remedy="make batch_size smaller")
         if collate is None and isinstance(dataset, list):
             _refuse_columns(dataset, batch_size)
         self.shards, self.steps = shards, len(self.sampler)
@@ -142,6 +149,8 @@ def _instead_of(dataset: Any) -> str:
     if isinstance(dataset, dict):
         several = dataset and all(hasattr(one, "__getitem__") and _is_object(one) for one in dataset.values())
         return f"of several datasets give it one, dataset[{next(iter(dataset))!r}]" if several else ""
+    if isinstance(dataset, str):
+        return "load what is there first, or read files forwards: Stream.jsonl([path]) and others (docs/data.md)"
     if isinstance(dataset, Iterable) and _is_object(dataset):
         return (
             "make a list of it, or read it forwards: Loader(Stream([0], open), batch_size), where open(shard) yields "
@@ -207,7 +216,8 @@ def _tensors(dataset: Any) -> Any:
         return None
     leaves = [_unread(leaf) for leaf in trees.leaves(dataset)]
     if not leaves or not all(isinstance(leaf, torch.Tensor) or _is_mapped(leaf) for leaf in leaves):
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, dict | tuple):
+        is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if is_map_style and not isinstance(dataset, dict | tuple | str):
             return None
         odd = [
             f", with a {type(leaf).__name__} at {path}"

@@ -94,6 +94,9 @@ class Stream:
     """
 
     def __init__(self, shards: Iterable[Any], open: Callable[..., Any]):
+        if isinstance(shards, str | bytes | os.PathLike):
+            remedy = f"write Stream([{shards!r}], open)"
+            raise SpecError("Stream got no list of shards", got=repr(shards), remedy=remedy)
         shards = list(shards) if isinstance(shards, Iterable) else shards
         if not isinstance(shards, list) or not shards or not callable(open):
             got = f"{len(shards)} shards" if isinstance(shards, list) else f"{shards!r} for shards"
@@ -147,6 +150,8 @@ class Stream:
             length: of each result.
             pad: the value that fills up the last one of a virtual stream; None drops that one.
         """
+        if pad is not None and not is_number(pad):
+            raise SpecError("pack got a bad pad", got=repr(pad), expected="a number, or None")
         return self._then("pack", _positive("pack", "length", length), pad)
 
     @staticmethod

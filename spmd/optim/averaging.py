@@ -57,7 +57,11 @@ def ema(opt: Optimizer, decay: float = 0.999) -> Optimizer:
 
     @public
     def init(params: Any) -> dict[str, Any]:
-        return {**opt.init(params), "ema": _copies(params)}
+        state = opt.init(params)
+        if "ema" in state:
+            remedy = "keep one average; another is a tree that the step takes, averages and returns"
+            raise SpecError("ema was given an optimizer that keeps an average already", remedy=remedy)
+        return {**state, "ema": _copies(params)}
 
     @public
     @torch.no_grad()

@@ -244,9 +244,9 @@ def _matched(treedef: optree.PyTreeSpec, grads: Any) -> list[Any]:
         )
         raise SpecError(
             f"grads has another structure than params: {problem}",
-            got=f"{len(got)} leaves",
+            got=f"a {type(grads).__name__} of {len(got)} leaves",
             expected=f"{len(expected)} leaves",
-            remedy="pass what value_and_grad gave for these parameters",
+            remedy="pass the grads of loss, grads = value_and_grad(loss_fn)(params, batch), in this order",
         ) from None
 
 

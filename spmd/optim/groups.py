@@ -12,6 +12,7 @@ import optree
 from torch import Tensor, nn
 
 from ..kernels.arguments import checked_flag
+from ..kernels.callsite import warn
 from ..kernels.errors import SpecError
 from ..mesh import trees
 
@@ -23,6 +24,8 @@ FORM = 'groups=[{"params": lambda name, p: name.endswith("bias"), "weight_decay"
 def check(groups: Any) -> list[tuple[Any, dict[str, Any]]]:
     """For each group, what names its parameters, and its options."""
     if isinstance(groups, Sequence) and all(isinstance(one, Mapping) and "params" in one for one in groups):
+        for number, one in enumerate(groups):
+            _refuse_parameters(number, one["params"])
         return [(one["params"], {name: value for name, value in one.items() if name != "params"}) for one in groups]
     raise SpecError(
         "optimizer got an unexpected argument 'groups'",
@@ -30,6 +33,32 @@ def check(groups: Any) -> list[tuple[Any, dict[str, Any]]]:
         expected='a list of dictionaries, each with "params" and the options of these parameters',
         remedy=f"write {FORM}",
     )
+
+
+def _refuse_parameters(number: int, which: Any) -> None:
+    """Refuse a module, and its parameters themselves, as torch's constructors take them."""
+    if isinstance(which, nn.Module | Iterator | nn.Parameter) or (
+        isinstance(which, list | tuple | set) and any(isinstance(one, nn.Parameter) for one in which)
+    ):
+        raise SpecError(
+            f'"params" of groups[{number}] does not name parameters',
+            got=f"a {type(which).__name__}",
+            expected="a function of a name and a tensor, a list of names, or a tree of booleans",
+            remedy='write "params": lambda name, p: name.startswith("head."), or names such as ["head.weight"]',
+        )
+
+
+def warn_of_empty(count: int, numbers: Sequence[int], treedef: optree.PyTreeSpec) -> None:
+    """Warn of groups that no parameter belongs to, whose options have no effect.
+
+    Args:
+        count: how many groups there are.
+        numbers: the group of every leaf.
+    """
+    for number in sorted({*range(1, count + 1)} - {*numbers}):
+        problem = f"no parameter belongs to groups[{number - 1}], and its options have no effect"
+        remedy = 'look at its "params", and at those of the groups before it, which come first'
+        warn(problem, got=f"parameters {names_of(treedef)[:5]}", remedy=remedy)
 
 
 def numbers_of(groups: Sequence[Any], params: Any) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import difflib
 import inspect
 import numbers
 import types
@@ -26,6 +27,20 @@ def is_numeric(value: Any) -> bool:
     return isinstance(value, numbers.Real | Tensor)
 
 
+_ELSEWHERE = {  # what others call arguments of optimizer
+    "params": "opt.init(params) takes them",
+    "learning_rate": "it is lr=",
+    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "clip_norm"), "it is clip="),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "it is schedule="),
+}
+
+
+def instead_of(name: str, accepted: Iterable[str]) -> str:
+    """What to write for a keyword that an optimizer's class does not take, if that can be guessed."""
+    close = difflib.get_close_matches(name, [*accepted, "shard", "groups", "schedule", "clip"], 1)
+    return _ELSEWHERE.get(name) or (f"write {close[0]}=" if close else "")
+
+
 def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters as torch wants them: the user may have put a tensor for a number, a list for a tuple."""
     if hyper.keys() != expected:
@@ -38,7 +53,8 @@ def lent(options: dict[str, Any], expected: frozenset[str], hyper: Mapping[str, 
             return tuple(lend(name, *pair) for pair in zip(default, value, strict=True))
         if isinstance(value, Tensor) and value.numel() == 1 and not isinstance(default, Tensor):
             return value.item()
-        if value is not default and (isinstance(default, tuple) or isinstance(value, tuple) or not is_numeric(value)):
+        odd = isinstance(default, tuple) or isinstance(value, tuple) or not is_numeric(value)
+        if value is not default and (odd or (isinstance(value, Tensor) and value.numel() != 1)):
             problem = f"opt_state['hyper'][{name!r}] has an unexpected value"
             raise SpecError(problem, got=repr(value), expected=f"something like {default!r}")
         return value

@@ -30,6 +30,7 @@ from . import groups as grouping
 from .engine import Engine
 from .given import HasArrays, Kinds, is_trainable, settle
 from .groups import Groups
+from .hyper import instead_of
 from .leaves import FROM_TORCH, Leaf, is_elementwise, mixing, refuse_cut
 from .schedule import Schedule
 from .slices import Axis
@@ -41,8 +42,9 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], dict[str, Any]]
     step: Callable[[Any, Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 
+    @public
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, _INSTEAD)
+        raise no_attribute(self, name, _INSTEAD) from None
 
 
 _INSTEAD = {  # of what torch's optimizers have
@@ -182,6 +184,7 @@ def _init(recipe: Recipe, params: Any) -> dict[str, Any]:
         return spmd(functools.partial(_init, recipe), mesh=cut[0].mesh)(params)
     leaves = [leaf.full() if isinstance(leaf, Array) else leaf for leaf in leaves]
     groups = grouping.numbers_of(recipe.groups, trees.unflatten(treedef, leaves))
+    grouping.warn_of_empty(len(recipe.groups), groups, treedef)
     given = [
         Leaf(path, leaf, None, group)
         for path, leaf, group in zip(trees.places(treedef), leaves, groups, strict=True)
@@ -325,6 +328,8 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
             remedy="take an optimizer that needs one gradient a step, such as AdamW, or call torch's own in the "
             "program, with a closure that calls a step for the loss and its gradients (docs/how_to.md)",
         )
+    if held := next((name for name, value in hyper.items() if isinstance(value, Array)), None):
+        raise SpecError(f"{cls.__name__} got a {held} that is on a mesh", remedy=f"pass float({held})")
     accepted = _arguments(cls.__init__)
     accepted.pop("params", None)
     open_ended = any(a.kind is a.VAR_KEYWORD for a in inspect.signature(cls.__init__).parameters.values())
@@ -332,7 +337,8 @@ def _check_keywords(cls: type[torch.optim.Optimizer], hyper: dict[str, Any]) -> 
     missing = next((name for name, a in accepted.items() if a.default is a.empty and name not in hyper), None)
     if unknown or missing:
         problem = f"does not take {unknown!r}" if unknown else f"needs a value for {missing!r}"
-        raise SpecError(f"{cls.__name__} {problem}", expected=f"some of {[*accepted]}", got=f"{[*hyper]}")
+        expected, remedy = f"some of {[*accepted]}", instead_of(unknown, accepted) if unknown else ""
+        raise SpecError(f"{cls.__name__} {problem}", expected=expected, got=f"{[*hyper]}", remedy=remedy)
 
 
 def _arguments(method: Callable) -> dict[str, inspect.Parameter]:

@@ -150,6 +150,11 @@ def test_other_classes_and_other_structures(tmp_path: Path) -> None:
         save(tmp_path, {"x": object()})
     with pytest.raises(SpecError, match="bad keep"):
         save(tmp_path, {}, keep=0)
+    torch.save({"w": 1}, tmp_path / "w.pt")
+    with pytest.raises(
+        SpmdError, match=r"no checkpoint in .*, which is a file: .*torch.load reads what torch.save wrote"
+    ):
+        restore(tmp_path / "w.pt")
     with pytest.raises(SpmdError, match="there is no checkpoint in"):
         restore(tmp_path / "nowhere")
 

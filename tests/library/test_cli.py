@@ -150,7 +150,17 @@ def test_there_is_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     with pytest.raises(SystemExit, match=r"spmd run can't make a temporary folder.*No space left(?s:.*)TMPDIR"):
-        main(["run", "-n", "1", "train.py"])
+        main(["run", "-n", "1", __file__])
+
+
+@pytest.mark.parametrize("script", ["train.py", "."])
+def test_a_script_that_is_not_there(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any rank is started for it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "-n", "1", script]) == 2
+    assert capsys.readouterr().err.endswith(f"there is no script {script!r} here: look at its path\n")
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", "99999999999999999999"])
@@ -184,7 +194,7 @@ def test_bad_count_is_refused(count: str, capsys: pytest.CaptureFixture[str]) ->
 def test_bad_values_of_torchrun_s_options_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By their names: torch's launcher ends with a traceback, and mostly says the value alone."""
     option, value = given.split()
-    assert main(["run", option, value, "train.py"]) == 2
+    assert main(["run", option, value, __file__]) == 2
     assert re.search(f"argument {option}: expected .*, got {value!r}$", capsys.readouterr().err.strip())
 
 

@@ -166,6 +166,31 @@ def test_parameters_that_are_not_frozen_as_the_module_was(shared_mesh, frozen, s
     assert moved(apply, own) == (not frozen, [])
 
 
+@pytest.mark.parametrize("where", ["here", "on the ranks"])
+def test_a_module_that_is_frozen_after_its_function_was_made(shared_mesh, where):
+    """Its parameters are copies, and were trained, silently."""
+    mesh = shared_mesh({"data": 2})
+
+    def made(*freeze):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        apply, params = functional(module)
+        for part in freeze:
+            part(module)
+        if where == "here":
+            apply(params, torch.ones(4, 3))
+        else:
+            spmd(lambda params, x: apply(params, x), mesh=mesh)(params, torch.ones(4, 3))
+
+    def partly(module):
+        module[0].requires_grad_(False)
+
+    with pytest.warns(UserWarning, match=r"after functional was called.*got '0.weight', '0.bias'.*freeze them first"):
+        made(partly)
+    made()  # nor is there a warning of these
+    made(lambda module: module.requires_grad_(False))
+    made(partly, functional)  # the next function is made of it
+
+
 def test_a_frozen_teacher_with_the_function_of_its_student(shared_mesh):
     module = nn.Linear(3, 1)
     apply, params = functional(module)

@@ -37,6 +37,7 @@ from spmd import (
 
 X = torch.arange(4.0)
 ADAMW = optimizer(torch.optim.AdamW, lr=0.1)
+HYPER = ADAMW.init({"w": X})["hyper"]
 
 
 APPLY, PARAMS = functional(nn.Linear(4, 1))
@@ -358,6 +359,55 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         r"mesh.remote got a bad restore .*'a.pt'.*write restore=True.*functools.partial\(cls, restore=",
     ),
     "wait": (lambda m: m.resize({"data": 2}, wait="no"), "mesh.resize got a bad wait .*'no'"),
+    "a Ref and a value": (lambda m: m.remote(list).copy() == [], r"a Ref was compared with a value.*ref\.get\(\)"),
+    "a value and a Ref": (lambda m: [3].index(m.remote(list).copy()), "a Ref was compared with a value.*and a int"),
+    "a callback": (lambda m: m.remote(list).copy().add_done_callback(3), "add_done_callback takes a function .*int"),
+    "a rate on the mesh": (
+        lambda m: optimizer(torch.optim.SGD, lr=put(torch.tensor(0.1), mesh=m)),
+        r"SGD got a lr that is on a mesh: pass float\(lr\)",
+    ),
+    "torch's groups": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": nn.Linear(4, 1).parameters(), "lr": 0.2}]),
+        r'"params" of groups\[0\] does not name parameters .*got a generator.*lambda name, p: name',
+    ),
+    "a list of parameters": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": [*nn.Linear(4, 1).parameters()]}]),
+        r'"params" of groups\[0\] does not name parameters .*got a list',
+    ),
+    "a module as a group": (
+        lambda m: optimizer(torch.optim.SGD, lr=0.1, groups=[{"params": nn.Linear(4, 1)}]),
+        r'"params" of groups\[0\] does not name parameters .*got a Linear',
+    ),
+    "loss and gradients": (
+        lambda m: ADAMW.step(PARAMS, (torch.tensor(1.0), PARAMS), ADAMW.init(PARAMS)),
+        r"another structure than params.*got a tuple of 3 leaves.*the grads of loss, grads = value_and_grad",
+    ),
+    "a path for shards": (
+        lambda m: Stream("a.txt", open),
+        r"Stream got no list of shards .*Stream\(\['a.txt'\], open\)",
+    ),
+    "a path for a dataset": (lambda m: Loader("a.pt", 2, mesh=m), r"can't read .*got str.*Stream\.jsonl\(\[path\]\)"),
+    "mesh of a loader": (lambda m: Loader(X, 2, mesh={"data": 2}), "this is no mesh .*mesh={'data': 2}"),
+    "a pad": (lambda m: Stream([0], iter).pack(2, pad="x"), "pack got a bad pad .*'x'"),
+    "packed records": (
+        lambda m: [*Loader(Stream([0], lambda shard: [{"x": 1}]).pack(2), 1, mesh=m)],
+        "pack got a sample that is not a sequence .*got a dict",
+    ),
+    "batch_size": (lambda m: Loader(X, 0, mesh=m), 'Loader got an unexpected value for argument "batch_size".*got 0'),
+    "a flag of a loader": (lambda m: Loader(X, 2, mesh=m, shuffle="no"), "Loader got a bad shuffle .*'no'"),
+    "a rate for each parameter": (
+        lambda m: ADAMW.step({"w": X}, {"w": X}, {"state": {}, "hyper": {**HYPER, "lr": torch.ones(2)}}),
+        r"opt_state\['hyper'\]\['lr'\] has an unexpected value .*like 0.1",
+    ),
+    "two averages": (lambda m: ema(ema(ADAMW)).init({"w": X}), "keeps an average already: keep one"),
+    "a misspelt option": (lambda m: optimizer(torch.optim.SGD, lr=0.1, momemtum=0.9), "'momemtum'.*: write momentum="),
+    "a rate by its name": (lambda m: optimizer(torch.optim.SGD, learning_rate=0.1), "'learning_rate'.*: it is lr="),
+    "a norm": (lambda m: optimizer(torch.optim.SGD, lr=0.1, max_norm=1.0), "'max_norm'.*: it is clip="),
+    "parameters of an optimizer": (
+        lambda m: optimizer(torch.optim.SGD, params=PARAMS, lr=0.1),
+        r": opt.init\(params\) t",
+    ),
+    "a model's input alone": (lambda m: APPLY(X), "got Tensor.*pass what functional returned as params, before the"),
     "loader": (lambda m: evaluate(torch.sum, [X]), "evaluate takes a Loader .*list"),
 }
 
@@ -382,6 +432,9 @@ NAMES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "axis of all_gather": (lambda m: m.run(lambda: spmd.all_gather(X, "data", axis=0)), r"axis twice .*dim="),
     "argnames": (lambda m: value_and_grad(torch.sum, argnames="w"), "argnums="),
     "sharding": (lambda m: put(X, sharding=P("data")), r"put\(tree, P\(\"data\"\)\)"),
+    "map_location": (lambda m: restore("nowhere", map_location="cpu"), "it is mesh="),
+    "step": (lambda m: restore("nowhere", step=3), "path/step-00000003"),
+    "overwrite": (lambda m: save("nowhere", X, overwrite=True), "keep= says how many stay"),
     "num_replicas": (lambda m: spmd.Sampler(8, 2, num_replicas=2), r"sampler.shard\(epoch, step, rank, size\)"),
 }
 
@@ -476,6 +529,8 @@ def test_a_value_of_a_mesh_that_is_closed(mesh: Mesh) -> None:
         value = put(X, mesh=other)
     with pytest.raises(SpmdError, match=r"sum is on another mesh, which is closed.*: fetch .*\.full\(\) before"):
         spmd.spmd(torch.sum, mesh=mesh)(value)
+    with pytest.raises(SpmdError, match=r"different meshes, of which one is closed: fetch .*\.full\(\) before"):
+        put(X, mesh=mesh) + value
     for look in (other.status, other.stacks):
         with pytest.raises(SpmdError, match="this mesh is closed"):
             look()
@@ -490,6 +545,9 @@ def test_an_attribute_of_a_remote_object_is_set_by_a_method(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda comm: comm.empty("a"), "empty got a bad shape .*'a'"),
+        (lambda comm: comm.empty((2, -1)), r"empty got a bad shape .*\(2, -1\)"),
+        (lambda comm: comm.empty(2, dtype="float32"), "empty got a bad dtype .*'float32'"),
         (lambda comm: comm.all_reduce(3), 'all_reduce got a bad "tensor" .*got int'),
         (lambda comm: comm.all_reduced(3), 'all_reduced got a bad "tensor" .*got int'),
         (lambda comm: comm.all_reduce(X.to_sparse()), 'all_reduce got a bad "tensor" .*layout torch.sparse_coo'),

@@ -377,6 +377,18 @@ def test_groups_that_name_no_parameters(params, text):
         opt.init({"w": torch.ones(2), "bias": torch.ones(2)})
 
 
+def test_a_group_that_no_parameter_belongs_to():
+    """As of a function that returns nothing, or under names that an earlier group has."""
+    params = {"w": torch.ones(2), "bias": torch.ones(2), "name": "linear"}
+    for groups, number in (
+        ([{"params": lambda name, p: None, "lr": 1.0}], 0),
+        ([{"params": ["bias"], "lr": 1.0}, {"params": ["bias"], "lr": 2.0}], 1),
+    ):
+        words = rf"no parameter belongs to groups\[{number}\].*got parameters \['w', 'bias'"
+        with pytest.warns(UserWarning, match=words):
+            optimizer(optim.SGD, lr=0.1, groups=groups).init(params)
+
+
 def test_a_factor_given_as_a_rate():
     with pytest.warns(
         UserWarning, match=r"no factor for that of lr= \(got lr=0.1, and 1.0 for step 0\).*LambdaLR\(opt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import traceback
 import unittest.mock
 from collections.abc import Callable
@@ -68,6 +69,9 @@ class Unreadable:
     def __getitem__(self, index: int) -> Any:
         raise KeyError("no such sample")
 
+    def read(self) -> Any:
+        return self[0]
+
 
 def fails(x):
     return x.no_such_thing
@@ -101,6 +105,23 @@ PROGRAMS = {
     "an optimizer's step": lambda mesh: OPT.step(PARAMS, {}, OPT.init(PARAMS)),
     "a mesh": lambda mesh: Mesh({"data": -3}),
     "a mesh that cannot be had": lambda mesh: Mesh({"data": 10**9}),
+    "an index that is set": lambda mesh: put(X, mesh=mesh).__setitem__(0, 1),
+    "a value that is written to": lambda mesh: torch.add(X, 1, out=put(X, mesh=mesh)),
+    "a gradient of a value": lambda mesh: put(X, mesh=mesh).grad,
+    "a pickled value": lambda mesh: pickle.dumps(put(X, mesh=mesh)),
+    "a pair in a sum": lambda mesh: mean_of(X.sum(), 1) + 1,
+    "a mode": lambda mesh: APPLY.eval(),
+    "torch's optimizer": lambda mesh: OPT.zero_grad(),
+    "torch's sampler": lambda mesh: Sampler(8, 2).set_epoch(1),
+    "torch's loader": lambda mesh: Loader(X, 2).set_epoch(1),
+    "a length": lambda mesh: len(Loader(Stream([3], iter), 2)),
+    "a method": lambda mesh: mesh.remote(list).nothing(),
+    "an attribute": lambda mesh: setattr(mesh.remote(list), "seen", 3),
+    "a call of an object": lambda mesh: mesh.remote(list)(),
+    "a result": lambda mesh: mesh.remote(Unreadable).read().get(),
+    "a result that is compared": lambda mesh: mesh.remote(list).copy() == [],
+    "a result under another name": lambda mesh: mesh.remote(list).copy().result(),
+    "a pickled result": lambda mesh: pickle.dumps(mesh.remote(list).copy()),
     "a collective outside": lambda mesh: psum(X, "data"),
     "an argument under another name": lambda mesh: psum(X, axis_name="data"),
     "a call without arguments": lambda mesh: psum(),

@@ -729,9 +729,9 @@ def train(step: Callable, params: Any, state: Any, batch: Tensor, way: str) -> t
     return params, state
 
 
-def new_step(mesh: Mesh) -> tuple[Callable, Any, Any]:
+def new_step(mesh: Mesh, opt: Any = None) -> tuple[Callable, Any, Any]:
     """A training step, with parameters and the state of its optimizer."""
-    opt = optimizer(torch.optim.AdamW, lr=0.1)
+    opt = opt or optimizer(torch.optim.AdamW, lr=0.1)
 
     @spmd(mesh=mesh)
     @data_parallel
@@ -749,6 +749,33 @@ def test_results_that_the_program_drops(mesh: Mesh, way: str) -> None:
     with pytest.warns(UserWarning, match=r"step returns new values of params, opt_state, and this program drops them"):
         for _ in range(4):
             train(step, params, state, X.clone(), way)
+
+
+@pytest.mark.parametrize("which", ["opt_state", "params"])
+def test_results_of_which_the_program_drops_some(mesh: Mesh, which: str) -> None:
+    """What the other results are used for meanwhile changes nothing: the next call has the old values of these."""
+    step, params, state = new_step(mesh)
+    kept = "params" if which == "opt_state" else "opt_state"
+    words = f"those of {kept} alone: each call begins with the same {which}: write params, opt_state, loss = step"
+    with pytest.warns(UserWarning, match=words):
+        for _ in range(5):
+            if which == "opt_state":
+                params, _, loss = step(params, state, X.clone())
+            else:
+                _, state, loss = step(params, state, X.clone())
+            float(loss)
+
+
+def test_an_optimizer_that_begins_anew(mesh: Mesh, recwarn: pytest.WarningsRecorder) -> None:
+    """For each task of meta-learning; and one without state, of which nothing is lost."""
+    step, params, state = new_step(mesh)
+    for _ in range(5):
+        adapted, _, _ = step(params, state, X.clone())
+        params = {"w": params["w"] + 0.1 * (adapted["w"] - params["w"])}
+    step, params, state = new_step(mesh, optimizer(torch.optim.SGD, lr=0.1))
+    for _ in range(5):
+        params, _, _ = step(params, state, X.clone())
+    assert not recwarn.list
 
 
 def test_results_that_are_dropped_around_a_call_that_fails(mesh: Mesh) -> None:
