@@ -53,9 +53,7 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
     return True
 
 
-def each(
-    operator: str, x: Any, axis: Any, *rest: Any, along: Any = None, before: Any = None, after: Any = None
-) -> Any:
+def each(operator: str, x: Any, axis: Any, *rest: Any, along: Any = None, before: Any = None, after: Any = None) -> Any:
     """Call an operator for each leaf of a tree; `before` is applied to the leaf, and `after` to the result.
 
     Args:
