@@ -23,7 +23,7 @@ from ..run_state import Call
 from . import sending
 from .functions import Shipped
 from .mesh_view import MeshView
-from .pending import Handling, Outcome, Pure, Task
+from .pending import Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
@@ -123,11 +123,9 @@ class DriverCall:
             region=True,
             layout=self._layout,
             pure=Pure(self._name, functools.partial(self._lacking, spans), self, tuple(leaves), (results,)),
-            handling=Handling(
-                last_results=self._planned.last_results,
-                compare=None if waits or not looked else functools.partial(self._compare, looked),
-                reported=waits,
-            ),
+            last_results=self._planned.last_results,
+            compare=None if waits or not looked else functools.partial(self._compare, looked),
+            reported=waits,
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS

@@ -24,7 +24,7 @@ from ..protocol import ALL, Spans, each_span
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .lost_values import lost, restarted
-from .pending import WAITED_FOR, Pure, Task
+from .pending import Pure, Task
 from .session_view import Session
 
 
@@ -130,7 +130,7 @@ class CallValues:
         self.was_read(ranks)
         try:
             batch = Pure("a batch", values=(self,))
-            self.session.wait(self.session.submit(self.read, ranks=ranks, pure=batch, handling=WAITED_FOR))
+            self.session.wait(self.session.submit(self.read, ranks=ranks, pure=batch, reported=True))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -224,7 +224,7 @@ class CallValues:
         spans = tuple(word for index in indexes for word in (self.number, index, index + 1))
         fetch = functools.partial(protocol.FetchValues, spans=spans)
         pure = Pure("fetching", lambda: [(self, index) for index in indexes], holds=self, fetches=True)
-        task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, handling=WAITED_FOR)
+        task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, reported=True)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:
