@@ -22,14 +22,13 @@ from .communicator import Communicator
 from .copying import copy
 from .flat import is_dense
 from .operations import Work
-from .reduction import Op
+from .reduction import ALIGNED, Op
 
 FIRST_BYTES = 1 << 20
 _LEAF_BYTES = 1 << 16  # for smaller leaves, a hook for each costs more than it gains that their sum starts early
 _GAP_BYTES = 1 << 14  # zeroing so many bytes takes about as long as making a view
 _ALIGN = 64  # bytes; leaves start at cache lines
 _PLANS = 256
-ALIGNED = 64  # elements; leaves that an optimizer updates as one flat tensor start at multiples of it
 
 
 class Leaf(NamedTuple):

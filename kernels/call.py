@@ -152,11 +152,15 @@ def shut_down(ranks: Sequence[int], rank: int, gone: int, what: str) -> MeshErro
     )
 
 
-class Group(Protocol):
-    """A communicator, as far as messages name it."""
+class Receiver(Protocol):
+    """A communicator, as far as a message's receiver is named."""
 
     ranks: tuple[int, ...]
     rank: int
+
+
+class Group(Receiver, Protocol):
+    """A communicator, as far as messages name what it does."""
 
     def site(self) -> str: ...
 
@@ -218,13 +222,6 @@ def call_of(region: int, pure: bool) -> int:
 def stamp_of(dtype: torch.dtype) -> int:
     """The word, of 63 bits, for a message of this thread."""
     return (here.call & _CALL) << _KIND_BITS | _NUMBERS[dtype]
-
-
-class Receiver(Protocol):
-    """A communicator, as far as a message's receiver is named."""
-
-    ranks: tuple[int, ...]
-    rank: int
 
 
 def check_received(group: Receiver, source: int, tag: int, *, got: tuple[int, int], expected: tuple[int, int]) -> None:

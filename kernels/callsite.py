@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 from .argument_names import refuse_names
@@ -39,17 +39,20 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARY
 
 
-def _nearest() -> tuple[FrameType, int]:
+def _nearest(frame: FrameType | None = None) -> tuple[FrameType, int]:
     """The nearest caller outside this library, and the `stacklevel` with which our caller would warn there."""
-    level, frame = 1, sys._getframe(1)
+    level, frame = 1, frame or sys._getframe(1)
     while frame.f_back is not None and is_ours(frame):
         level, frame = level + 1, frame.f_back
     return frame, level
 
 
-def call_site() -> str:
-    """`train.py:12 in train_step`: the nearest caller outside this library."""
-    frame, _ = _nearest()
+def call_site(of: CodeType | None = None) -> str:
+    """`train.py:12 in train_step`: the nearest caller outside this library; that `of` a function, if it is running."""
+    below = None if of is None else sys._getframe(1)
+    while below is not None and below.f_code is not of:
+        below = below.f_back
+    frame, _ = _nearest(below)
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

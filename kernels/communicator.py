@@ -63,7 +63,7 @@ class Communicator(abc.ABC):
     ) -> Steps:
         """Give `sends[i]` to rank i and fill `recvs[i]` from it; flat uint8 tensors, or None for nothing.
 
-        With a `call`, first check that all ranks of the group make the same call, else raise `call.disagreement`.
+        With a `call`, first check that all make the same (else raise `call.disagreement`), and fit (`check_pieces`).
         """
 
     @abc.abstractmethod
@@ -87,7 +87,7 @@ class Communicator(abc.ABC):
     _reduce_scatter = collectives.reduce_scatter
 
     def _open(self) -> None:  # noqa: B027 (not every transport needs it)
-        """Connect to the peers; called again after every recovery, when nothing is under way."""
+        """Connect to the peers, as the constructor does; after every recovery, when nothing is under way."""
 
     def close(self) -> None:  # noqa: B027
         """Release this communicator's resources."""
@@ -196,8 +196,8 @@ class Communicator(abc.ABC):
 
     def site(self) -> str:
         """Where the user's code called the operation that is running."""
-        queue = self._operations.queue
-        return (queue[0].site if queue else "") or call_site()
+        queue = self._operations.queue  # from there to here the stack is the transport's, which may not be ours
+        return (queue[0].site if queue else "") or call_site(Communicator._start.__code__)
 
     def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
         site, early = call_site() if async_op else "", self.starts_early

@@ -7,6 +7,7 @@ import _signal  # type: ignore[import-not-found]
 import functools
 import signal
 import threading
+import weakref
 from typing import Any
 
 # Ctrl-C, and the signals of schedulers, launchers and timers that a program may handle.
@@ -66,6 +67,19 @@ class uninterrupted:
                     handler(number, frame)
                 finally:
                     self._give_back()
+
+
+class QueuedRef(weakref.ref):
+    """A weak reference that its callback, `append` of a queue, puts there when the object is gone.
+
+    No line of Python runs for that: a Ctrl-C that came during one, as in a finalizer, would be lost.
+
+    Attributes:
+        about: what has to be known of the object then.
+    """
+
+    __slots__ = ("about",)
+    about: Any
 
 
 def raised_by_handler(error: BaseException) -> bool:

@@ -19,6 +19,8 @@ import torch
 
 from .errors import SpecError
 
+ALIGNED = 64  # elements; a vector loop rounds a slice's tail otherwise: cut at multiples, all tails are in one place
+
 # For each op, torch's and NumPy's name of the function that combines two values.
 _COMBINE = {
     "sum": "add",
@@ -156,17 +158,22 @@ def divide(total: torch.Tensor, count: int) -> None:
 
 
 def slice_bounds(numel: int, parts: int) -> list[int]:
-    """Where `parts` nearly equal slices of `numel` elements begin and end, cut at multiples of 64 elements.
-
-    Vector loops treat the tail of a slice differently from its middle; cutting at multiples of 64
-    puts every tail in the same place whatever the number of parts.
+    """Where `parts` nearly equal slices of `numel` elements begin and end, cut at multiples of `ALIGNED` elements.
 
     >>> slice_bounds(200, 3)
     [0, 128, 192, 200]
     """
-    blocks = -(-numel // 64)
-    each, longer = divmod(blocks, parts)
+    each, longer = divmod(-(-numel // ALIGNED), parts)
     bounds = [0]
     for index in range(parts):
-        bounds.append(min(numel, bounds[-1] + 64 * (each + (index < longer))))
+        bounds.append(min(numel, bounds[-1] + ALIGNED * (each + (index < longer))))
     return bounds
+
+
+def slice_length(numel: int, parts: int) -> int:
+    """The length of equal slices, with the padding of the last ones.
+
+    >>> slice_length(200, 3)
+    128
+    """
+    return -(-numel // (ALIGNED * parts)) * ALIGNED

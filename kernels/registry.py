@@ -88,9 +88,10 @@ def register_backend(name: str, factory: Factory) -> None:
 
     Args:
         name: as given to `Mesh`.
-        factory: called on each rank of a group, with the group's global `ranks`, this process's `rank`, the `watch`
-            that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name that keeps several
-            communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle must accept it.
+        factory: called on each rank of a group, with the group's `ranks` and this process's `rank` (numbers in the
+            mesh), the `watch` that notices aborts, `store()` for a `torch.distributed.Store`, and a `channel` name
+            that keeps several communicators over the same ranks apart. A driver sends it to its ranks, so cloudpickle
+            must accept it.
 
     Raises:
         SpecError: `name` is not a name, or `factory` not a function of these arguments.
@@ -131,6 +132,6 @@ def make_communicator(backend: str, **arguments: Any) -> Communicator:
     made = _FACTORIES[backend](**arguments)
     if not isinstance(made, Communicator):
         problem = f"the factory of backend {backend!r} made no communicator"
-        remedy = "have it return an object of a subclass of spmd.kernels.Communicator"
+        remedy = "have it return an object of a subclass of spmd.kernels.communicator.Communicator"
         raise MeshError(problem, got=type(made).__name__, remedy=remedy)
     return made

@@ -29,7 +29,7 @@ from .rank import counted
 from .remote.reference import Ref
 from .replication.first_calls import CHOICES, Kind, Renewals, enough, renewals_of
 from .replication.values import flag_in
-from .request import Request, Span, donate, spans_of
+from .request import Request, Settled, Span, donate, spans_of
 
 Signature = tuple[tuple, tuple]  # the kinds of the arguments, and the numbers and names among them
 
@@ -95,31 +95,27 @@ def call(
         compiled, held = _compiled(mesh, session, callee, calls, ready)
         inputs = (ready.leaves, spans) if not held else _with_held(ready.leaves, spans, held)
         if mesh.is_driver:  # before it is sent: another thread's call that reads them would come too late
-            donate(given, ready.plan, name)
+            donate(given, ready.settled.plan, name)
         results = compiled(*inputs, key, this, check=callee.check)
     except BaseException:
         session.run_state.fail_call(this)
         raise
     finally:  # a call that fails may have begun to overwrite them
         if not mesh.is_driver:
-            donate(given, ready.plan, name)
+            donate(given, ready.settled.plan, name)
     calls.add(ready.signature, compiled)
     return results
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Ready:
-    """The arguments of a call as they are sent, and what an earlier call of their signature has settled (`known`)."""
+    """The arguments of a call as they are sent, and the call that an earlier one of their signature has made."""
 
     leaves: list[Any]
-    treedef: Any
     spans: Sequence[Span]
     signature: Signature
     deal: Deal | None
-    plan: InputPlan
-    moves: list[tuple[int, Any]]
-    total: int | None
-    sized: list[int]
+    settled: Settled
     known: DriverCall | LaunchedCall | None
 
 
@@ -130,18 +126,18 @@ def _ready(
     calls.lengths = [span.stop - span.start for span in spans]
     signature, deal = _signature(leaves, spans, treedef, settings)
     known = calls.find(signature)
-    if known is not None and known.sized and _were_resized([leaves[index] for index in known.sized]):
+    if known is not None and known.settled.sized and _were_resized([leaves[index] for index in known.settled.sized]):
         signature, deal = _signature(leaves, spans, treedef, settings)
         known = calls.find(signature)
     if known is None or not known.accepts(mesh, leaves, spans):
         wanted = callee.request(mesh, *tree)
         signature, deal = _signature(leaves, spans, treedef, settings)  # `request` has waited for the shapes
-        settled = wanted.plan(settings), _moves(leaves, wanted), wanted.total, _sized(wanted)
-        return _Ready(wanted.leaves, treedef, spans_of(wanted.leaves), signature, deal, *settled, None)
-    for index, spec in known.moves:
+        settled = Settled(treedef, wanted.plan(settings), _moves(leaves, wanted), wanted.total, _sized(wanted))
+        return _Ready(wanted.leaves, spans_of(wanted.leaves), signature, deal, settled, None)
+    for index, spec in known.settled.moves:
         leaves[index] = put_on(mesh, leaves[index], spec)
-    spans = spans_of(leaves) if known.moves else spans
-    return _Ready(leaves, treedef, spans, signature, deal, known.plan, known.moves, known.total, known.sized, known)
+    spans = spans_of(leaves) if known.settled.moves else spans
+    return _Ready(leaves, spans, signature, deal, known.settled, known)
 
 
 def _with_held(leaves: list[Any], spans: Sequence[Span], held: list[Array]) -> tuple[list[Any], list[Span]]:
@@ -167,19 +163,15 @@ def _compiled(
     if known is not None or calls.empty:
         changed = str if shipped is None else functools.partial(shipped.changed_part, callee.source)
         calls.renewals.note(program.name, changed, quiet=mesh.rank not in (None, 0))
-    settled = ready.treedef, ready.plan, ready.moves, ready.total
-    choice = _choice(ready.leaves, ready.plan)
-    made: DriverCall | LaunchedCall
+    settled = ready.settled
+    choice = _choice(ready.leaves, settled.plan)
     if shipped is not None:
         kind = calls.kind_of(shipped.kind, ready.signature)
         checked = known is not None and enough(kind.times)
-        made = DriverCall(mesh, session, program, shipped, *settled, choice, kind, checked=checked)
-    elif (alike := calls.planned.get((ready.treedef, ready.plan, choice))) is None:
-        made = LaunchedCall(mesh, session, program, *settled, choice)
-    else:
-        made = alike.for_other_shapes(ready.moves, ready.total)
-    made.sized = ready.sized
-    return made, held
+        return DriverCall(mesh, session, program, shipped, settled, choice, kind, checked=checked), held
+    if (alike := calls.planned.get((settled.treedef, settled.plan, choice))) is not None:
+        return alike.for_other_shapes(settled), held
+    return LaunchedCall(mesh, session, program, settled, choice), held
 
 
 class Calls:

@@ -171,15 +171,6 @@ class inside:
         _regions.stack.pop()
 
 
-def seed_generators(key: tuple) -> None:
-    """Seed torch's default generator from a key, the same in every process and run."""
-    number = word_key("rng", *key)
-    # torch.manual_seed notes the whole call stack, three times, for devices that nobody has touched yet.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-
-
 def seed_others(number: int) -> None:
     """Seed the generators of NumPy and Python."""
     np.random.seed(number & 0xFFFFFFFF)
@@ -189,7 +180,11 @@ def seed_others(number: int) -> None:
 def reseed(region: Region, *more: Any, alike: frozenset[str] = frozenset()) -> None:
     """Seed torch's generator from a region's key, and from `more`, which sets this stream of numbers apart."""
     region.random, region.alike = (*region.key, *more), alike
-    seed_generators(region.random)
+    number = word_key("rng", *region.random)  # the same in every process and run
+    # torch.manual_seed notes the whole call stack, three times, for devices that nobody has touched yet.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def generators() -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -60,9 +60,8 @@ class Request:
         for leaf in self.leaves if mesh.is_driver else ():
             if type(leaf) is Array and leaf.donated_to is None:
                 _ = leaf.shape  # waits, since until then its hint is that of the last such call
-        self.specs: list[P | None] = (
-            [None] * len(leaves) if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
-        )
+        uncut: list[P | None] = [None] * len(leaves)
+        self.specs = uncut if specs is None else specs_for(specs, self._tree, f"in_specs of {name}")
         self._refuse_uncut(one_for_all=isinstance(specs, P))
         self.donated = self._belonging_to(donated) if donated else [False] * len(leaves)
         self.uneven: frozenset[int] = frozenset()
@@ -130,9 +129,6 @@ class Request:
         here = (tuple(index in arguments for index in range(len(args))), {name: name in arguments for name in kwargs})
         return trees.broadcast_to(here, self.treedef)
 
-    def _argument(self, key: int | str) -> Any:
-        return self._tree[1][key] if isinstance(key, str) else self._tree[0][key]
-
     def _split_batch(self, argument: BatchArgument) -> None:
         """Give the leaves of the batch the spec of its axis, and find the size of the whole batch."""
         axes = self.mesh.layout.names
@@ -158,15 +154,12 @@ class Request:
                 )
             lengths[index] = shape[0]
             cut = isinstance(leaf, Array) and argument.axis in leaf.hint().spec.axes
-            if argument.shards is not None:
+            if argument.shards is not None or cut:
                 self._check_strided(index, argument.shards, cut)  # a whole leaf is dealt on the ranks
-                continue
-            if cut:
-                self._check_strided(index, None, cut)
             elif self.specs[index] is None:
                 others = leaf.hint().spec.entries[1:] if isinstance(leaf, Array) else ()  # of a sequence, say
                 self.specs[index] = P(argument.axis, *others)
-        batch = self._argument(key)
+        batch = self._tree[1][key] if isinstance(key, str) else self._tree[0][key]
         if not lengths:
             raise SpecError(
                 f"the batch of {self.name} has no tensor to split",
@@ -269,6 +262,22 @@ class Request:
 
 
 # -- the arguments of a repeated call --------------------------------------------------------------------------------
+
+
+class Settled(NamedTuple):
+    """What the first call of a signature has settled of its arguments.
+
+    Attributes:
+        moves: the indices of Arrays that must get another spec before each call, with that spec.
+        total: how many rows the batch has, if there is one and that is known.
+        sized: the indices of the Arrays on whose shapes the call depends.
+    """
+
+    treedef: Any
+    plan: InputPlan
+    moves: list[tuple[int, P]]
+    total: int | None
+    sized: list[int]
 
 
 class Span(NamedTuple):

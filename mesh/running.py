@@ -23,7 +23,6 @@ from . import protocol, wire
 from .ambient import ambient
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
-from .driver.pending import WAITED_FOR, Handling
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .launch import launched
@@ -109,7 +108,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
             return []
         make, content = _message(self.driver, fn, args)
         make = functools.partial(make, key=key, by_some=len({*chosen}) < layout.size)
-        task = self.driver.submit(make, content, ranks=chosen, region=True, layout=layout, handling=WAITED_FOR)
+        task = self.driver.submit(make, content, ranks=chosen, region=True, layout=layout, reported=True)
         return self.driver.wait(task).values()
     rank, settings = self.session.rank, ambient()
 
@@ -150,8 +149,7 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
     if self.is_driver:
         make, content = _message(self.driver, fn, args)
         key = (self.seed, "run", self.run_state.next_run())
-        make, handling = functools.partial(make, key=key), Handling(future)
-        self.driver.submit(make, content, ranks=[chosen], layout=layout, handling=handling)
+        self.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], layout=layout, future=future)
         return future
     try:
         future.set_result(run(self, fn, *args, ranks=[chosen])[0])

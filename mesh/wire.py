@@ -58,7 +58,7 @@ class Packet:
     Attributes:
         data: the content; reading it may need modules, names or values that the receiver lacks.
         inline, fd: the bytes of its tensors; `LOST` if they could not be received.
-        head, values: what it is, a pickle of built-in types; the calls whose values it names (those of a driver's).
+        head, values: the message whose content it is, encoded; the calls whose values it names (those of a driver's).
     """
 
     data: bytes
@@ -107,11 +107,7 @@ class _Pickler(Pickler):
 
 
 def dumps(
-    obj: Any,
-    name_of: Callable[[Any], Any] | None = None,
-    *,
-    head: tuple = (),
-    allocate: Callable[[int], memoryview] | None = None,
+    obj: Any, name_of: Callable[[Any], Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
 ) -> Packet:
     """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself.
 
@@ -120,7 +116,7 @@ def dumps(
     """
     pickler = _Pickler(file := io.BytesIO(), name_of)
     pickler.dump(obj)
-    packet = Packet(file.getvalue(), head=pickle.dumps(head))
+    packet = Packet(file.getvalue())
     if not pickler.tensors:
         return packet
     offsets, total = [], 0

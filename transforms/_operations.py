@@ -47,9 +47,12 @@ class _Linear:
 class Sum(_Linear):
     """The sum, or with `op="avg"` the mean, on all ranks. Transpose: itself."""
 
-    name: ClassVar[str] = "psum"
     replicates: ClassVar[bool] = True
     op: str = "sum"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "pmean" if self.op == "avg" else "psum"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comm.all_reduced(x, self.op)
@@ -171,8 +174,11 @@ class Extreme:
     comm: Communicator
     op: str
     saves: ClassVar[bool] = True
-    name: ClassVar[str] = "pmax"
     replicates: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return f"p{self.op}"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comm.all_reduced(x, self.op)

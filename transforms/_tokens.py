@@ -83,9 +83,10 @@ class Operation(Protocol):
 
     @property
     def comm(self) -> Communicator: ...
+    @property
+    def name(self) -> str: ...
 
     saves: ClassVar[bool]
-    name: ClassVar[str]
     replicates: ClassVar[bool]
 
     def forward(self, x: Tensor) -> Tensor: ...

@@ -274,20 +274,16 @@ class Board:
         A rank that failed in a later region has done its part in this one, so this one can end normally.
         """
         if self.words[_ABORT]:
-            at, words = self.words[self._own + _REGION], self.words
-            reasons = [
-                text
-                for who, text in self.aborted().items()
-                if who == self.size or words[self._status(who) + _REGION] <= at
-            ]
+            at, aborted = self.words[self._own + _REGION], self.aborted().items()
+            reasons = [text for who, text in aborted if who == self.size or self.region(who)[0] <= at]
             if reasons:
                 raise Aborted("; ".join(reasons))
 
     def clear(self, generation: int) -> None:
         """Forget the abort; only when no rank is in a region (the driver, or the leader of a recovery)."""
-        for who in range(self.size + 1):
+        for page in map(self._status, range(self.size + 1)):
             for word in (_ABORTED, _TEXT_LENGTH, _DISPUTE_LENGTH, _REASON_LENGTH, _DEBUGGED):
-                self.words[self._status(who) + word] = 0
+                self.words[page + word] = 0
         self.words[_ABORT] = 0
         self.words[_GENERATION] = generation
 

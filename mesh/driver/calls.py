@@ -14,16 +14,16 @@ from typing import Any
 from ...kernels.errors import SpecError
 from .. import agreement, protocol, trees
 from ..array import Meta
-from ..program import InputPlan, PlannedCall, Program, describe_path
+from ..program import PlannedCall, Program, describe_path
 from ..replication.first_calls import Kind
 from ..replication.reports import decode_all, what_was_told
 from ..replication.values import Check, check_of
-from ..request import Span, passable
+from ..request import Settled, Span, passable
 from ..run_state import Call
 from . import sending
 from .functions import Shipped
 from .mesh_view import MeshView
-from .pending import Handling, Outcome, Pure, Task
+from .pending import Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
@@ -35,9 +35,6 @@ class DriverCall:
 
     Args:
         shipped: the program, as shipped to the ranks.
-        treedef: of (args, kwargs).
-        moves: the indices of Arrays that must get another spec before each call, with that spec.
-        total: how many rows the batch has, if there is one and that is known.
         values: a hash of the numbers and names among the leaves, which may be flags.
         kind: of the call.
         checked: enough calls of this kind were first calls, when the function captured other data.
@@ -49,19 +46,15 @@ class DriverCall:
         driver: DriverSession,
         program: Program,
         shipped: Shipped,
-        treedef: Any,
-        plan: InputPlan,
-        moves: list[tuple[int, Any]],
-        total: int | None,
+        settled: Settled,
         values: int,
         kind: Kind,
         *,
         checked: bool,
     ):
         self._layout, self._driver, self._name, self._where = mesh.layout, driver, program.name, mesh.describe()
-        self.shipped, self.plan, self.moves, self.total, self._treedef = shipped, plan, moves, total, treedef
-        self.sized: list[int] = []  # indices of the Arrays on whose shapes the call depends
-        self._tree = driver.shipped.ship_treedef(treedef)
+        self.shipped, self.settled, plan = shipped, settled, settled.plan
+        self._tree = driver.shipped.ship_treedef(settled.treedef)
         first = None if kind.first is None else kind.first.key
         self._planned = driver.shipped.ship(PlannedCall(shipped.key, self._tree.key, plan, first))
         kind.first = kind.first or self._planned
@@ -117,17 +110,15 @@ class DriverCall:
                 again=0 if looked is Check.TYPES else self._again,
                 arrays=names,
                 values=tuple(values) if plain else None,
-                total=self.total,
+                total=self.settled.total,
             ),
             None if plain else lambda: sending.content(driver, values, lambda: self._parts(leaves)),
             region=True,
             layout=self._layout,
             pure=Pure(self._name, functools.partial(self._lacking, spans), self, tuple(leaves), (results,)),
-            handling=Handling(
-                last_results=self._planned.last_results,
-                compare=None if waits or not looked else functools.partial(self._compare, looked),
-                reported=waits,
-            ),
+            last_results=self._planned.last_results,
+            compare=None if waits or not looked else functools.partial(self._compare, looked),
+            reported=waits,
         )
         this.started = task
         results.tells_numbers = asked is Check.SCALARS
@@ -148,10 +139,8 @@ class DriverCall:
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""
-        paths = trees.places(self._treedef)
-        names = [
-            path[: path.index("]", 3) + 1] for path, leaf in zip(paths, self.plan.leaves, strict=True) if leaf.donated
-        ]
+        places = zip(trees.places(self.settled.treedef), self.settled.plan.leaves, strict=True)
+        names = [path[: path.index("]", 3) + 1] for path, leaf in places if leaf.donated]
         return [describe_path(name) for name in dict.fromkeys(names)]
 
     def _named(self, leaves: list[Any], spans: Sequence[Span]) -> tuple[protocol.Spans, list[Any]]:
@@ -160,7 +149,7 @@ class DriverCall:
         others: list[Any] = []
         for span in spans:
             if span.source is None:
-                if span.at < self._treedef.num_leaves:
+                if span.at < self.settled.treedef.num_leaves:
                     others.append(leaves[span.at])
                 else:  # a captured Array that was donated
                     names += (0, 0, 0)
@@ -174,9 +163,9 @@ class DriverCall:
 
     def path_of(self, index: int) -> str:
         """What a leaf of the arguments is called."""
-        if index >= self._treedef.num_leaves:
+        if index >= self.settled.treedef.num_leaves:
             return f"an Array that {self._name} captures"
-        return f"{describe_path(trees.places(self._treedef)[index])} of {self._name}"
+        return f"{describe_path(trees.places(self.settled.treedef)[index])} of {self._name}"
 
     def _lacking(self, spans: Sequence[Span]) -> list[tuple[CallValues, int, str]]:
         """The arguments that some rank lacks."""

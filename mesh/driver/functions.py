@@ -24,7 +24,6 @@ from ..pickling.reloading import LoadedModules
 from ..pickling.settings import checked
 from ..pickling.unpicklable import unpicklable_part
 from . import snapshot
-from .pending import WAITED_FOR
 from .session_view import Session
 
 LARGE = 100 << 20  # bytes; of a larger function, with what travels with it, there is a warning
@@ -286,7 +285,7 @@ class ShippedObjects:
         wanted = tuple(self._to_reload)
         make = functools.partial(protocol.ReloadModules, names=wanted)
         try:
-            lists = session.wait(session.submit(make, region=True, handling=WAITED_FOR)).values()
+            lists = session.wait(session.submit(make, region=True, reported=True)).values()
         except Exception as error:
             what = ", ".join(wanted) or "what has changed"
             way = "mend the file, or del sys.modules[name] here if it is used no more"

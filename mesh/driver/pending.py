@@ -71,36 +71,18 @@ class Again:
     losses: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Handling:
-    """What is done with the answers to a task.
-
-    Attributes:
-        future: takes the first rank's result, or the failure.
-        last_results, compare: see `Task`.
-        reported: a failure is raised only where the task is waited for, not in other threads that use the mesh.
-    """
-
-    future: Future | None = None
-    last_results: dict[int, Any] | None = None
-    compare: Callable[[Task], Outcome] | None = None
-    reported: bool = False
-
-
-# Failures are raised where the mesh is used next, or where the task is waited for.
-LATER, WAITED_FOR = Handling(), Handling(reported=True)
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Task:
     """Something sent to ranks.
 
     Attributes:
         region: its number as a region, 0 if it is none.
+        future: takes the first rank's result, or the failure.
         last_results: rank -> what "unchanged" stands for: the last description of the results of such calls.
         compare: if prints differ, says what has failed.
         again: what it takes to send it again, if it may run again when a rank dies.
-        reported: the failure was raised somewhere, or will be where the task is waited for.
+        reported: the failure was raised somewhere, or will be where the task is waited for; else where the mesh is used
+            next.
         answers: rank -> (kind, value); kind is "ok", "failed", "skipped" (it came after a failure) or "lost".
         prints: rank -> what is to be compared of its results.
         settled: set as soon as its outcome is known, which for a failure may be before all ranks have answered.

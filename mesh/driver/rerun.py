@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from .. import wire
 from ..failure import ranks_text
 from ..protocol import Spans
-from .pending import Again, Pure, Task
+from .pending import Again, Make, Pure, Task
 from .session_view import Session
 from .values import CallValues
 
@@ -110,10 +110,15 @@ def send_read(session: Session, values: CallValues) -> None:
     assert values.read is not None
     ranks = sorted(values.unread_on)
     values.was_read(ranks)
-    again = Again(Pure("a batch", values=(values,)), values.read, wire.Packet(b""))
-    task = Task(next(session.numbers), tuple(ranks), again=again, reported=True)
+    send_at_once(session, Pure("a batch", values=(values,)), values.read, wire.Packet(b""), ranks)
+
+
+def send_at_once(session: Session, call: Pure, make: Make, packet: wire.Packet, ranks: Sequence[int]) -> Task:
+    """Send a task that ranks do alone, while other tasks are held back; whoever waits for it gets its error."""
+    task = Task(next(session.numbers), tuple(ranks), again=Again(call, make, packet), reported=True)
     session.pending.tasks[task.number] = task
-    session.tell(values.read(task.number, 0, (), ()), ranks=ranks)
+    session.tell(make(task.number, 0, (), ()), packet, ranks)
+    return task
 
 
 def _ranks_to_ask(task: Task, replaced: Collection[int]) -> list[int]:

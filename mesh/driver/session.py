@@ -31,7 +31,7 @@ from . import open_sessions, sending
 from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
 from .lost_values import closed
-from .pending import LATER, Again, Flight, Handling, Make, Pending, Pure, Task
+from .pending import Again, Flight, Make, Pending, Pure, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
@@ -154,7 +154,7 @@ class DriverSession(Owned):
         region: bool = False,
         layout: Layout | None = None,
         pure: Pure | None = None,
-        handling: Handling = LATER,
+        **handling: Any,
     ) -> Task:
         """Send a task to ranks (all by default).
 
@@ -164,6 +164,7 @@ class DriverSession(Owned):
             region: whether it is a region; then the other ranks pass through it, so that nobody waits for them in vain.
             layout: the mesh's layout that the task is made for; by default the current one.
             pure: the call, if it may run again when a rank dies.
+            handling: what is done with the answers: `future`, `last_results`, `compare`, `reported`; as for `Task`.
         """
         if self.lock._is_owned():  # type: ignore[attr-defined]
             problem = "the handler of a signal, or a finalizer, made a call in the middle of another call"
@@ -191,9 +192,7 @@ class DriverSession(Owned):
                         continue
                     self.regions += region
                     number, at = next(self.numbers), self.regions if region else 0
-                    known = {} if handling.last_results is None else handling.last_results
-                    how = handling.future, known, handling.compare, again, handling.reported
-                    task = Task(number, chosen, at, *how)
+                    task = Task(number, chosen, at, again=again, **handling)
                     self._send(task, make, packet, others)
                     return task
             finally:

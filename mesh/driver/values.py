@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...kernels.errors import RankOnly
-from ...kernels.interrupts import uninterrupted
+from ...kernels.interrupts import QueuedRef, uninterrupted
 from .. import protocol
 from ..array import Array, Meta, meta
 from ..batch import Deal, refuse_ragged
@@ -24,22 +24,8 @@ from ..protocol import ALL, Spans, each_span
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .lost_values import lost, restarted
-from .pending import WAITED_FOR, Pure, Task
+from .pending import Pure, Task
 from .session_view import Session
-
-
-class Watch(weakref.ref):
-    """Puts itself into a queue when an Array, or the values of a call, are gone. No line of Python runs for that: a
-    Ctrl-C that came during one would be lost.
-
-    Attributes:
-        values: of a watched Array, the values of its call; None if it is a call's values that are watched.
-        number: of a watched Array, its index; of a call's values, the number of the call.
-    """
-
-    __slots__ = ("number", "values")
-    number: int
-    values: CallValues | None
 
 
 class CallValues:
@@ -130,7 +116,7 @@ class CallValues:
         self.was_read(ranks)
         try:
             batch = Pure("a batch", values=(self,))
-            self.session.wait(self.session.submit(self.read, ranks=ranks, pure=batch, handling=WAITED_FOR))
+            self.session.wait(self.session.submit(self.read, ranks=ranks, pure=batch, reported=True))
         except BaseException:
             self.not_read(ranks)
             raise
@@ -224,7 +210,7 @@ class CallValues:
         spans = tuple(word for index in indexes for word in (self.number, index, index + 1))
         fetch = functools.partial(protocol.FetchValues, spans=spans)
         pure = Pure("fetching", lambda: [(self, index) for index in indexes], holds=self, fetches=True)
-        task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, handling=WAITED_FOR)
+        task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, reported=True)
         return self.session.wait(task).values()
 
     def shards(self, index: int) -> list[torch.Tensor]:
@@ -251,10 +237,11 @@ class Values:
 
     def __init__(self, session: Session):
         self.session = session
-        self._garbage: deque[Watch] = deque()  # watches of Arrays, and of calls' values, that are gone
-        self._calls: dict[int, Watch] = {}  # number of a call -> the watch of its values
+        # What is gone: an Array, about it its call's values and the index; or values, about them None and the call.
+        self._garbage: deque[QueuedRef] = deque()
+        self._calls: dict[int, QueuedRef] = {}  # number of a call -> the watch of its values
         # Watches of their Arrays, held here: one that became garbage together with its Array would not be called.
-        self._arrays: dict[int, list[Watch]] = {}
+        self._arrays: dict[int, list[QueuedRef]] = {}
         self._to_make: set[int] = set()  # calls without Arrays of their values as yet
         self._dropped: list[int] = []  # calls whose values went before Arrays were made
         self._partly: set[CallValues] = set()  # some of their Arrays are gone, which the ranks have not been told
@@ -263,16 +250,16 @@ class Values:
         """A place for the values of a call that is about to be sent."""
         with uninterrupted():
             values = CallValues(self, self.session, number)
-            self._calls[number] = watch = Watch(values, self._garbage.append)
-            watch.number, watch.values = number, None
+            self._calls[number] = watch = QueuedRef(values, self._garbage.append)
+            watch.about = None, number
             self._to_make.add(number)
         return values
 
     def watch(self, values: CallValues, arrays: Sequence[Array]) -> None:
         """Watch the Arrays of a call, so that the ranks are told which of them are gone."""
-        watches = [Watch(array, self._garbage.append) for array in arrays]
+        watches = [QueuedRef(array, self._garbage.append) for array in arrays]
         for index, watch in enumerate(watches):
-            watch.number, watch.values = index, values
+            watch.about = values, index
         self._to_make.discard(values.number)
         if watches:
             self._arrays[values.number] = watches
@@ -283,8 +270,7 @@ class Values:
             return
         with self.session.lock, uninterrupted():
             while self._garbage:
-                watch = self._garbage.popleft()
-                values, number = watch.values, watch.number
+                values, number = self._garbage.popleft().about
                 if values is not None:
                     values._gone.append(number)
                     self._partly.add(values)

@@ -78,8 +78,7 @@ class Moves:
             return
         session.regions += 1
         ranks = tuple(range(session.layout.size))
-        task = self.task = Task(next(session.numbers), ranks, session.regions)
-        task.reported = True
+        task = self.task = Task(next(session.numbers), ranks, session.regions, reported=True)
         session.pending.tasks[task.number] = task
         moves = tuple((source, target, tuple(names)) for (source, target), names in self.sends.items())
         copies = tuple((*which, tuple(names)) for which, names in self.fetches.items())

@@ -32,7 +32,7 @@ from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
 from ..replication.reports import decode_all
 from ..replication.values import Check, check_of
-from ..request import Span, passable
+from ..request import Settled, Span, passable
 from ..run_state import Call
 from ..strides import frozen_as
 from . import launched
@@ -50,9 +50,6 @@ class LaunchedCall:
     """A program with arguments of one kind on a launched rank; call it with the leaves.
 
     Args:
-        treedef: of (args, kwargs).
-        moves: the indices of Arrays that must get another spec before each call, with that spec.
-        total: how many rows the batch has, if there is one and that is known.
         values: a hash of the numbers and names among the leaves, which may be flags.
 
     Attributes:
@@ -61,20 +58,9 @@ class LaunchedCall:
 
     shipped = None  # nothing is sent
 
-    def __init__(
-        self,
-        mesh: Any,
-        session: RankSession,
-        program: Program,
-        treedef: Any,
-        plan: InputPlan,
-        moves: list[tuple[int, Any]],
-        total: int | None,
-        values: int,
-    ):
-        self._mesh, self._session, self._name = mesh, session, program.name
-        self.plan, self.moves, self.total = plan, moves, total
-        self.sized: list[int] = []
+    def __init__(self, mesh: Any, session: RankSession, program: Program, settled: Settled, values: int):
+        self._mesh, self._session, self._name, self.settled = mesh, session, program.name, settled
+        treedef, plan = settled.treedef, settled.plan
         self._call = CompiledCall(session, mesh, program, treedef, plan)
         self._last, self._followed = _Last(), False
         self.key = treedef, plan, values
@@ -87,10 +73,10 @@ class LaunchedCall:
         other._count = 0 if flags else self._count
         return other
 
-    def for_other_shapes(self, moves: list[tuple[int, Any]], total: int | None) -> LaunchedCall:
+    def for_other_shapes(self, settled: Settled) -> LaunchedCall:
         """The same for arguments of other shapes, for which the body is not checked again, as in a driver's call."""
         other = copy.copy(self)
-        other.moves, other.total, other._call = moves, total, self._call.for_other_shapes()
+        other.settled, other._call = settled, self._call.for_other_shapes()
         other._last, other._followed, other._count = _Last(), True, 0
         return other
 
@@ -146,7 +132,7 @@ class LaunchedCall:
         first = self._last.results is None and not self._followed
         looked = check_of(check, self._count, layout.size, first=first)
         given = self._inputs.prints(values, looked)
-        outcome = self._call(values, specs, key, check=looked, total=self.total)
+        outcome = self._call(values, specs, key, check=looked, total=self.settled.total)
         comm = self._session.comm()
         news = self._last.results is None or not outcome.unchanged
         number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))

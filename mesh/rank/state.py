@@ -210,9 +210,8 @@ class RankState:
         self._held: dict[str, HeldArrays] = {}  # by program
         self._holding = HeldArrays(session, mesh)  # of what is being read
         self._noted: dict[str, Noted] = {}  # by the first plan, also of functions that were dropped
-        self._described: dict[str, tuple[Any, list[OutputMeta], bytes]] = {}
-        # By reader: the description of its last batch, and since which task that has not changed.
-        self._last_described: dict[str, tuple[bytes, int]] = {}
+        # By reader: its last batch, how it is described, and since which task that has not changed.
+        self._described: dict[str, tuple[Any, list[OutputMeta], bytes, int]] = {}
 
     def keep(self, key: str, packet: wire.Packet) -> bool:
         """Keep a shipped object under its key; whether it could be read."""
@@ -263,19 +262,15 @@ class RankState:
             self._calls[key] = call
         return call
 
-    def description(self, reader: str, treedef: Any, metas: list[OutputMeta]) -> bytes:
-        """The description of a batch that a reader has read: mostly the same object as for the batch before."""
+    def description(self, reader: str, treedef: Any, metas: list[OutputMeta], task: int) -> tuple[bytes, int]:
+        """The description of a batch that a reader has read in a task, and since which task it has been the same.
+
+        Mostly it is the same object as for the batch before.
+        """
         known = self._described.get(reader)
         if known is None or known[0] != treedef or any(about.spec is None for about in metas) or known[1] != metas:
-            known = self._described[reader] = treedef, metas, encode(treedef, metas)
-        return known[2]
-
-    def described_since(self, reader: str, description: bytes, task: int) -> int:
-        """Note how a task describes a reader's last batch; returns since which task that has been the same."""
-        known = self._last_described.get(reader)
-        if known is None or known[0] is not description:
-            known = self._last_described[reader] = description, task
-        return known[1]
+            known = self._described[reader] = treedef, metas, encode(treedef, metas), task
+        return known[2:]
 
     def free(self, values: tuple[int, ...], keys: tuple[str, ...]) -> None:
         """Forget values and shipped objects that nothing in the driver refers to any more."""
@@ -288,11 +283,10 @@ class RankState:
             if (noted := self._noted.get(key)) is not None and not any(map(any, noted.differing.values())):
                 del self._noted[key]  # else the function may be made anew
             self._described.pop(key, None)
-            self._last_described.pop(key, None)
 
     def forget_last_results(self) -> None:
         """Make every call describe its next results in full: the driver may not have received the last description."""
-        self._last_described.clear()
+        self._described.clear()
         for call in self._calls.values():
             call.forget()
 

@@ -71,7 +71,7 @@ def put_values(state: RankState, task: protocol.PutValues, packet: wire.Packet) 
 
 
 def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet) -> Any:
-    read, failure, began = state.shipped(task.reader), None, time.monotonic()
+    read, failure, began, since = state.shipped(task.reader), None, time.monotonic(), 0
     described: list[tuple] = []  # for each batch its description, and what is new with every batch
     for arguments, out in task.batches:
         try:
@@ -82,10 +82,11 @@ def fill_values(state: RankState, task: protocol.FillValues, packet: wire.Packet
             failure = capture(error)  # of this batch only: those before it have been read
             break
         state.values.keep(out, tensors_among(leaves, metas), specs_of(metas), lasts=False)
-        described.append((state.description(task.reader, treedef, metas), *more))
+        description, since = state.description(task.reader, treedef, metas, task.number)
+        described.append((description, *more))
     brief, last = time.monotonic() - began < task.brief * len(described), described[-1][0]
-    known = state.described_since(task.reader, last, task.number) <= task.known
-    if known and brief and failure is None and all(len(one) == 1 and one[0] is last for one in described):
+    same = all(len(one) == 1 and one[0] is last for one in described)
+    if since <= task.known and brief and failure is None and same:
         return protocol.Unchanged(task.number, b"")
     return protocol.Metadata(task.number, pickle.dumps((described, failure, brief)), lasting=False)
 

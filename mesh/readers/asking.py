@@ -20,7 +20,7 @@ from ...kernels.interrupts import uninterrupted
 from .. import agreement, protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
-from ..driver.pending import Handling, Pure, Task
+from ..driver.pending import Pure, Task
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
@@ -115,8 +115,8 @@ def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
     for batch, own in zip(batches, values, strict=True):
         own.read = functools.partial(read, batches=(batch,), known=0)
     # A failure is raised only when the loop comes to the batch, and not if the loop was left before.
-    handling = Handling(last_results=described, reported=True)
-    task = driver.submit(read, layout=layout, pure=Pure("a batch", values=tuple(values)), handling=handling)
+    pure = Pure("a batch", values=tuple(values))
+    task = driver.submit(read, layout=layout, pure=pure, last_results=described, reported=True)
     answers = _Answers(driver, reader, task, len(batches))
     return [Asked(layout, own, answers, index) for index, own in enumerate(values)]
 

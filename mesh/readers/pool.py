@@ -175,7 +175,7 @@ class Pool(Owned):
 
     def _packed(self) -> wire.Packet:
         try:
-            return wire.dumps(self._job, head=())
+            return wire.dumps(self._job)
         except Exception as error:  # anything: pickling calls methods of the dataset
             problem = "a dataset cannot be sent to a process that reads for the Loader"
             remedy = "what is open is each process's own: have __getstate__ leave it out"

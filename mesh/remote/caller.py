@@ -55,7 +55,7 @@ class Caller:
         self._numbers = itertools.count(1)
         self.restoring = Restoring(post, self.next_number, REPLACED_SECONDS)
         self.gone = Gone(post, self.restoring)
-        self.raise_unseen, self.tidy = self.gone.raise_unseen, self.gone.tidy
+        self.raise_unseen = self.gone.raise_unseen
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ a Ctrl-C that came during one would be lost, and what had to be released would s
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from concurrent.futures import CancelledError
 from typing import Any
 
-from ...kernels.interrupts import uninterrupted
+from ...kernels.interrupts import QueuedRef, uninterrupted
 from .connections import Post
 from .protocol import Name, NodeId, Release
 from .reference import Unseen
@@ -20,20 +19,6 @@ from .restoring import Restoring
 
 THREADS = 64  # of so many the error of a call is kept that nobody can ask for
 RELEASES = 64  # results no longer needed, after which they are released without waiting for the next call
-
-
-class Watch(weakref.ref):
-    """Puts itself into a queue when a Ref, or the handle of an object, is gone.
-
-    Attributes:
-        owner, name: of the call or the object.
-        unseen: of a Ref, whose future would keep it alive by the frames that its error went through; None for a handle.
-    """
-
-    __slots__ = ("name", "owner", "unseen")
-    owner: NodeId
-    name: Name
-    unseen: Unseen | None
 
 
 class Gone:
@@ -46,8 +31,8 @@ class Gone:
     def __init__(self, post: Post, restoring: Restoring):
         self._post, self._restoring = post, restoring
         self.made: set[Name] = set()
-        self._watches: dict[int, Watch] = {}  # by id, held here: a watch that is gone itself would not be called
-        self._garbage: deque[Watch] = deque()  # filled by the garbage collector, which may run at any moment
+        self._watches: dict[int, QueuedRef] = {}  # by id, held here: a watch that is gone itself would not be called
+        self._garbage: deque[QueuedRef] = deque()  # filled by the garbage collector, which may run at any moment
         self._results: deque[tuple[NodeId, int]] = deque()
         self._objects: deque[tuple[NodeId, Name]] = deque()
         self._unseen: dict[threading.Thread, BaseException] = {}  # the last one of each thread's calls
@@ -64,11 +49,15 @@ class Gone:
         return self.made <= {name for _, name in tuple(self._objects)}
 
     def watch(self, obj: Any, owner: NodeId, name: Name, unseen: Unseen | None = None) -> None:
-        """Watch a Ref whose error this is, or a handle; must not be interrupted."""
+        """Watch a Ref, or a handle; must not be interrupted.
+
+        Args:
+            unseen: a Ref's error, as its future would keep it alive by the frames that this went through.
+        """
         if self._post.closed is not None:
             return
-        watch = Watch(obj, self._garbage.append)
-        watch.owner, watch.name, watch.unseen = owner, name, unseen
+        watch = QueuedRef(obj, self._garbage.append)
+        watch.about = owner, name, unseen
         self._watches[id(watch)] = watch
 
     def drop(self, owner: NodeId, name: Name) -> None:
@@ -84,11 +73,12 @@ class Gone:
             while self._garbage:
                 watch = self._garbage.popleft()
                 self._watches.pop(id(watch), None)
-                if watch.unseen is None:
-                    self._objects.append((watch.owner, watch.name))
+                owner, name, unseen = watch.about
+                if unseen is None:
+                    self._objects.append((owner, name))
                     continue
-                self._results.append((watch.owner, watch.name[1]))
-                self.note_unseen(watch.unseen)
+                self._results.append((owner, name[1]))
+                self.note_unseen(unseen)
 
     def close(self) -> None:
         """Watch nothing any more."""

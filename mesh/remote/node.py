@@ -80,6 +80,7 @@ class Node(Owned):
         self._thread: int | None = None
         self.caller = Caller(self, name_of, object_of)
         self.residents = Residents(self, self.caller, around)
+        self.wake, self.tidy = self._exchange.wake, self.caller.gone.tidy
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -134,15 +135,9 @@ class Node(Owned):
         with self.lock:
             return any(connection.pending for connection in self._to.values())
 
-    def wake(self) -> None:
-        self._exchange.wake()
-
     @property
     def watching(self) -> bool:
         return self.caller.gone.watching
-
-    def tidy(self) -> None:
-        self.caller.tidy()
 
     # -- connections ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ import torch
 from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..array import Meta
-from ..driver.pending import Again, Pure, Task
+from ..driver.pending import Pure, Task
+from ..driver.rerun import send_at_once
 from ..driver.sending import put_message
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
@@ -73,13 +74,7 @@ class Moved:
 
 def _put(driver: DriverSession, values: CallValues, wholes: list[Any], specs: tuple[P, ...]) -> Task:
     make, content = put_message(driver, values, wholes, specs)
-    packet = content()
-    again = Again(Pure("put"), make, packet)
-    # Whoever waits for it gets its error.
-    task = Task(next(driver.numbers), tuple(range(driver.layout.size)), again=again, reported=True)
-    driver.pending.tasks[task.number] = task
-    driver.tell(make(task.number, 0, (), ()), packet)
-    return task
+    return send_at_once(driver, Pure("put"), make, content(), range(driver.layout.size))
 
 
 def _pieces(before: Layout, about: Meta, shards: list[torch.Tensor], source: Source, arena: Any) -> Pieces:

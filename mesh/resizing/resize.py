@@ -25,7 +25,7 @@ from ...kernels.limits import named_limits
 from .. import protocol
 from ..driver import open_sessions
 from ..driver.mesh_view import MeshView
-from ..driver.pending import WAITED_FOR, Pure
+from ..driver.pending import Pure
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
@@ -315,7 +315,7 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
     end = time.monotonic() + driver.timeout
     while True:
         driver.ready()
-        task = driver.submit(protocol.PassThrough, pure=Pure("a pause"), handling=WAITED_FOR)
+        task = driver.submit(protocol.PassThrough, pure=Pure("a pause"), reported=True)
         driver.debugging.wait(task, max(0.0, end - time.monotonic()))
         if not task.settled.is_set():
             busy = sorted(driver.pending.busy())

@@ -6,10 +6,12 @@ checkpoint. Invariant: when `finish` returns, the bytes are on the disk, and the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,16 @@ from .sums import Sums
 PIECE = 4 << 20  # bytes a write
 _BLOCK = 4096  # on any disk, a write past the page cache may begin and end at its multiples
 _spare: list[mmap.mmap] = []  # pieces that no file uses now: making one anew takes as long as filling it
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Errors of system calls on an open file, which don't know its name, get it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(file)
+        raise
 
 
 class DirectFile:
@@ -58,11 +70,9 @@ class DirectFile:
     def finish(self) -> dict[str, Any]:
         """Force it to disk, and return what a manifest says of it."""
         self._flush()
-        try:
+        with naming(self._file):
             os.ftruncate(self._number, self._length)
             os.fsync(self._number)
-        except OSError as error:
-            raise self._named(error)  # noqa: B904
         return {"bytes": self._length, "sums": self._sums.hexdigest()}
 
     def close(self) -> None:
@@ -82,11 +92,9 @@ class DirectFile:
         self._sums.update(self._bytes[: self._filled])
         end = -(-self._filled // _BLOCK) * _BLOCK  # `finish` cuts off what is too much
         at, self._filled = 0, 0
-        try:
+        with naming(self._file):
             while at < end:
                 at += self._written(self._bytes[at:end])
-        except OSError as error:
-            raise self._named(error)  # noqa: B904
 
     def _written(self, data: memoryview) -> int:
         try:
@@ -95,11 +103,5 @@ class DirectFile:
             flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
-            fcntl.fcntl(
-                self._number, fcntl.F_SETFL, flags & ~os.O_DIRECT
-            )  # this file system can't, or not at this place
+            fcntl.fcntl(self._number, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # this file system can't, or not here
             return os.write(self._number, data)
-
-    def _named(self, error: OSError) -> OSError:
-        error.filename = str(self._file)  # system calls on an open file do not know it
-        return error

@@ -23,6 +23,7 @@ from typing import Any
 from ..kernels import processes
 from ..kernels.errors import SpecError
 from ..kernels.interrupts import uninterrupted
+from .direct import naming
 from .manifest import MANIFEST, RANK_FILE, seal, unsealed
 from .schema import LARGEST, Invalid, require
 
@@ -261,15 +262,11 @@ def write(file: Path, data: bytes, mode: str = "xb") -> None:
     Raises:
         OSError: what the file system says, with the file's name.
     """
-    try:
-        with open(file, mode, buffering=0) as out:
-            view = memoryview(data)
-            while len(view):
-                view = view[out.write(view) :]
-            os.fsync(out.fileno())
-    except OSError as error:
-        error.filename = str(file)  # system calls on an open file do not know it
-        raise
+    with naming(file), open(file, mode, buffering=0) as out:
+        view = memoryview(data)
+        while len(view):
+            view = view[out.write(view) :]
+        os.fsync(out.fileno())
 
 
 def commit(folder: Path, path: Path, step: int, manifest: dict[str, Any], *, replace: bool) -> Path:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..data.loader import Loader
 from ..kernels.errors import SpecError, dtype_name
+from ..kernels.reduction import ALIGNED
 from ..mesh import strides
 from ..mesh.array import Array
 from ..mesh.mesh import Mesh
@@ -24,7 +25,6 @@ from ..transforms import Sampler
 from .manifest import numbers_of, parts_of
 
 Entry = Mapping[str, Any]  # what a manifest says of a leaf
-_ALIGNED = 64  # a sharded optimizer's slices begin and end at multiples of this
 
 # -- written ----------------------------------------------------------------------------------------------------------
 
@@ -171,10 +171,10 @@ def _is_padded_alike(entry: Entry, leaf: Any, ranks: int) -> bool:
     if not entry["spec"] and not is_cut:
         return False
     one, other = entry["shape"][0], leaf.shape[0]
-    if one % _ALIGNED or other % _ALIGNED:
+    if one % ALIGNED or other % ALIGNED:
         return False
-    padding = _ALIGNED * max(ranks, math.prod(parts_of(entry)))
-    padding_here = _ALIGNED * (leaf.mesh.most_ranks if is_cut else 1)
+    padding = ALIGNED * max(ranks, math.prod(parts_of(entry)))
+    padding_here = ALIGNED * (leaf.mesh.most_ranks if is_cut else 1)
     return one - padding < other and other - padding_here < one  # there is a length that both are padded from
 
 

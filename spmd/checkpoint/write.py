@@ -25,7 +25,7 @@ from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
 from ..mesh import protocol, strides
 from ..mesh.array import Array
-from ..mesh.driver.pending import WAITED_FOR, Pure, Task, aside
+from ..mesh.driver.pending import Pure, Task, aside
 from ..mesh.mesh import Mesh
 from ..mesh.region import require
 from . import folder as folders
@@ -94,7 +94,7 @@ class Writing:
         try:
             if driver is not None and not isinstance(error, Exception):
                 with contextlib.suppress(Exception), aside():
-                    driver.wait(driver.submit(protocol.PassThrough, pure=Pure("a checkpoint"), handling=WAITED_FOR))
+                    driver.wait(driver.submit(protocol.PassThrough, pure=Pure("a checkpoint"), reported=True))
         finally:
             if self._folder is not None and self._first:
                 folders.abandon(self._folder)
@@ -202,7 +202,7 @@ class Writing:
             return asked
         with aside():
             # The checkpoint's future reports the errors.
-            return driver.submit(protocol.PassThrough, ranks=[rank], pure=Pure("a checkpoint"), handling=WAITED_FOR)
+            return driver.submit(protocol.PassThrough, ranks=[rank], pure=Pure("a checkpoint"), reported=True)
 
     def _write_for(self, rank: int) -> None:
         """Write here what a lost rank should have written, from its shards."""

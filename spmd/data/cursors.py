@@ -135,39 +135,37 @@ class Shards:
 class Mapped:
     """Each sample through a function, with random numbers of the sample's own."""
 
+    kind = "map"
+
     def __init__(self, source: Any, function: Callable[[Any], Any], position: Position, state: State):
         self._source, self._function = source, function
-        self._key = position.key("map")
+        self._key = position.key(self.kind)
         self._count = 0 if state is None else state[0]
 
     def __next__(self) -> Any:
+        return self._called()[1]
+
+    def _called(self) -> tuple[Any, Any]:
+        """The next sample, and what the function gives for it."""
         sample = next(self._source)
         seed_generators(numbered(self._key, self._count))
         self._count += 1
-        return called(self._function, seen(sample))
+        return sample, called(self._function, seen(sample))
 
     def state(self) -> State:
         return [self._count, self._source.state()]
 
 
-class Filtered:
-    """The samples for which a predicate holds, asked with random numbers of the sample's own."""
+class Filtered(Mapped):
+    """The samples for which a function holds."""
 
-    def __init__(self, source: Any, predicate: Callable[[Any], Any], position: Position, state: State):
-        self._source, self._predicate = source, predicate
-        self._key = position.key("filter")
-        self._count = 0 if state is None else state[0]
+    kind = "filter"
 
     def __next__(self) -> Any:
         while True:
-            sample = next(self._source)
-            seed_generators(numbered(self._key, self._count))
-            self._count += 1
-            if called(self._predicate, seen(sample)):
+            sample, holds = self._called()
+            if holds:
                 return sample
-
-    def state(self) -> State:
-        return [self._count, self._source.state()]
 
 
 class Shuffled:

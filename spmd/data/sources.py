@@ -16,15 +16,12 @@ from . import tar_files
 from .rows import Columns, Row
 
 
-class JsonLines:
+class JsonLines(Iterator[Any]):
     """The values of a file of JSON lines."""
 
     def __init__(self, path: str, at: int = 0):
         self._file = open(path, "rb")  # noqa: SIM115
         self._file.seek(at)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         while line := self._file.readline():
@@ -47,14 +44,11 @@ class Records:
         return _Records(path, self.nbytes, at)
 
 
-class _Records:
+class _Records(Iterator[bytes]):
     def __init__(self, path: str, nbytes: int, at: int):
         self._file = open(path, "rb")  # noqa: SIM115
         self._nbytes, self._at, self._path = nbytes, at, path
         self._file.seek(at * nbytes)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
 
     def __next__(self) -> bytes:
         record = self._file.read(self._nbytes)
@@ -80,7 +74,7 @@ class Table:
         return _Rows(path, self.columns, at)
 
 
-class _Rows:
+class _Rows(Iterator[Row]):
     """Rows of a file, a group of them at a time; a position is (group, row in it)."""
 
     def __init__(self, path: str, columns: tuple[str, ...] | None, at: tuple[int, int]):
@@ -104,9 +98,6 @@ class _Rows:
             raise SpecError(problem, got=", ".join(map(repr, unknown)), expected=f"some of {names}")
         self._group, self._row = at
         self._columns: Columns | None = None
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
 
     def __next__(self) -> Row:
         for row in self.some(1):
@@ -133,7 +124,7 @@ def _chosen(batch: Any, columns: tuple[str, ...] | None) -> Any:
     return batch if columns is None else batch.select(list(columns))
 
 
-class Tar:
+class Tar(Iterator[dict[str, Any]]):
     """Samples of a tar file: consecutive members whose names differ in their extension only."""
 
     def __init__(self, path: str, at: int = 0):
@@ -142,9 +133,6 @@ class Tar:
         self._members = tar_files.members(self._file)
         self._next: tuple[int, str, bytes] | None = None
         self._at: int | None = at
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
 
     def __next__(self) -> dict[str, Any]:
         sample: dict[str, Any] = {}

@@ -75,7 +75,7 @@ class StreamBatches(Batches):
     @property
     def settings(self) -> dict[str, Any]:
         names = ("batch_size", "count", "seed", "shuffle", "drop_last")
-        return {"stream": self.stream.describe(), **{name: getattr(self, name) for name in names}}
+        return {"stream": self.stream.stage.describe(), **{name: getattr(self, name) for name in names}}
 
     def checked(self, epoch: int, step: int, streams: Any) -> tuple[int, int, Any]:
         """The position that these say; raises if there is no such position."""

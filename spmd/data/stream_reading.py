@@ -58,7 +58,8 @@ class StreamReader(PartReader):
         super().__init__("the Loader's Stream", ahead)
         self.stream, self.sizes, self.count = stream, split_sizes(batch_size, count), count
         self.seed, self.shuffle, self.collate = seed, shuffle, collate
-        self._functions = [*stream.functions(), *(() if collate is None else (collate,))]  # may draw random numbers
+        # The functions that may draw random numbers.
+        self._functions = [*stream.stage.functions(), *(() if collate is None else (collate,))]
         self._runs: OrderedDict[int, _Run] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class StreamReader(PartReader):
 
     def _opened(self, epoch: int, step: int, streams: tuple[int, ...], base: Base) -> dict[int, Any]:
         at, states = base
-        opened = {v: self.stream.open(self._position(epoch, v), None if states is None else states[v]) for v in streams}
+        opened = {v: self._open(epoch, v, None if states is None else states[v]) for v in streams}
         for v, cursor in opened.items():
             for _ in range(step - at):
                 taken(cursor, self.sizes[v])
@@ -120,8 +121,9 @@ class StreamReader(PartReader):
     def _collate(self, samples: list[Any]) -> Any:
         return collated(samples) if self.collate is None else self.collate([seen(sample) for sample in samples])
 
-    def _position(self, epoch: int, stream: int) -> Position:
-        return Position(self.seed, epoch, stream, self.count, self.shuffle)
+    def _open(self, epoch: int, stream: int, state: State) -> Any:
+        """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
+        return self.stream.stage.open(Position(self.seed, epoch, stream, self.count, self.shuffle), state)
 
     def _asked_before(
         self, run: int, epoch: int, step: int, streams: tuple[int, ...], base: Base
@@ -146,7 +148,7 @@ class StreamReader(PartReader):
         if self._empty is None:
             with own_random_numbers(bool(self._functions)), one_thread(True):
                 for v in range(self.count):
-                    samples = taken(self.stream.open(self._position(epoch, v)), 1)
+                    samples = taken(self._open(epoch, v, None), 1)
                     if samples:
                         self._empty = trees.map(without_samples, self._collate(samples))
                         break

@@ -112,16 +112,16 @@ class Stream:
                 got=f"a {type(once).__name__}",
                 remedy="make the iterator in open(shard), of what the shard names: a path, a list, a dataset",
             )
-        self._stage = _Stage("shards", (shards, open))
+        self.stage = _Stage("shards", (shards, open))
 
     @classmethod
     def _of(cls, stage: _Stage) -> Stream:
         made = cls.__new__(cls)
-        made._stage = stage
+        made.stage = stage
         return made
 
     def _then(self, kind: str, *arguments: Any) -> Stream:
-        return Stream._of(_Stage(kind, arguments, (self._stage,)))
+        return Stream._of(_Stage(kind, arguments, (self.stage,)))
 
     @public
     def map(self, function: Callable[[Any], Any]) -> Stream:
@@ -177,7 +177,7 @@ class Stream:
                 expected="as many positive weights as streams, at least one",
             )
         weights = [float(weight) for weight in weights or ()]
-        return Stream._of(_Stage("mix", (weights,), tuple(stream._stage for stream in streams)))
+        return Stream._of(_Stage("mix", (weights,), tuple(stream.stage for stream in streams)))
 
     @staticmethod
     @public
@@ -224,20 +224,8 @@ class Stream:
         """
         return Stream(_paths(paths), sources.Records(_positive("records", "nbytes", nbytes)))
 
-    def open(self, position: Position, state: State = None) -> Any:
-        """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""
-        return self._stage.open(position, state)
-
-    def functions(self) -> list[Any]:
-        """The user's functions that are called where it is read, which may draw random numbers."""
-        return self._stage.functions()
-
-    def describe(self) -> str:
-        """In words, what a position in it depends on."""
-        return self._stage.describe()
-
     def __repr__(self) -> str:
-        return f"Stream({self.describe()})"
+        return f"Stream({self.stage.describe()})"
 
 
 def _paths(paths: Iterable[Any]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..kernels import torch_private
-from ..kernels.bucket import ALIGNED
+from ..kernels.reduction import ALIGNED
 from ..mesh.strides import standard
 
 # Elements. Smaller leaves that don't lie end to end are copied together: torch steps one tensor faster than many.

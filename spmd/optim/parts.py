@@ -272,7 +272,8 @@ def _ranks(shard: Axis | None, leaf: Leaf) -> Ranks | None:
     if shard == "auto":
         return _known_ranks(leaf)
     try:
-        ranks = Ranks(shard, transforms.axis_index(shard), transforms.axis_size(shard), True)
+        index = int(transforms.axis_index(shard))  # plain: the slices are put together again, and alike on all ranks
+        ranks = Ranks(shard, index, transforms.axis_size(shard), True)
     except MeshError:
         ranks = Ranks(shard)
     names = {shard} if isinstance(shard, str) else {*shard}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import transforms
-from ..kernels.bucket import ALIGNED
 from ..kernels.errors import SpecError
+from ..kernels.reduction import ALIGNED, slice_length
 from ..mesh import donation
 from ..mesh.region import current
 from ..mesh.spec import P, Sharded
@@ -28,25 +28,6 @@ from .flat import divided, offsets, runs, stretches
 from .leaves import State, declared
 
 Axis = str | tuple[str, ...]
-
-
-def slice_length(numel: int, parts: int) -> int:
-    """The length of every slice with its padding: a multiple of 64.
-
-    >>> slice_length(200, 3)
-    128
-    """
-    return -(-numel // (ALIGNED * parts)) * ALIGNED
-
-
-def slice_bounds(numel: int, parts: int) -> list[tuple[int, int]]:
-    """Where each of `parts` slices of `numel` elements starts and stops: at multiples of 64, or at the end.
-
-    >>> slice_bounds(200, 2), slice_bounds(200, 3)
-    ([(0, 128), (128, 200)], [(0, 128), (128, 200), (200, 200)])
-    """
-    length = slice_length(numel, parts)
-    return [(min(part * length, numel), min((part + 1) * length, numel)) for part in range(parts)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +77,8 @@ class Slice:
     @functools.cached_property
     def bounds(self) -> tuple[int, int]:
         """Where it starts and stops."""
-        return slice_bounds(self.numel, self.ranks.size)[self.ranks.index]
+        start = min(self.ranks.index * self.length, self.numel)
+        return start, min(start + self.length, self.numel)
 
     @functools.cached_property
     def spec(self) -> P | None:

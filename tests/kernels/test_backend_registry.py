@@ -150,7 +150,7 @@ def test_collectives(make_mesh: Callable[..., Mesh], backend: str, size: int) ->
 @pytest.mark.parametrize("backend", ["relay-shm", "relay-gloo"])
 def test_disagreement_and_absence(make_mesh: Callable[..., Mesh], backend: str) -> None:
     mesh = make_mesh({"data": 2}, backend=backend)
-    with pytest.raises(CollectiveMismatch, match=r"rank 0: barrier.*test_backend_registry"):
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: barrier.*test_backend_registry\S* in <lambda>"):
         mesh.run(lambda: mesh.comm().all_reduce(torch.ones(2)) if mesh.rank else mesh.comm().barrier())
     began = time.monotonic()
     with pytest.raises(CollectiveMismatch, match=r"rank 1 left the region without its part in (barrier|a collective)"):
@@ -188,7 +188,7 @@ def test_a_factory_that_takes_other_arguments() -> None:
 
 def test_a_factory_that_makes_nothing(make_mesh: Callable[..., Mesh]) -> None:
     mesh = make_mesh({"data": 2}, backend="nothing")
-    with pytest.raises(MeshError, match=r"factory of backend 'nothing' made no communicator .*NoneType"):
+    with pytest.raises(MeshError, match=r"'nothing' made no communicator .*kernels\.communicator\.Communicator"):
         mesh.run(lambda: mesh.comm().barrier())
 
 

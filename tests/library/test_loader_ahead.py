@@ -327,9 +327,10 @@ def test_ranks_that_are_killed_over_and_over_lose_and_repeat_nothing(make_mesh):
 
 def test_what_is_not_new_is_that_of_the_task_that_the_request_names():
     """Whatever answers the driver has missed or not taken yet."""
+    from spmd.mesh import trees
     from spmd.mesh.rank.state import RankState
 
-    a, b = b"a", b"b"
+    a, b = (trees.flatten([0] * length)[1] for length in (1, 2))
     steps = [  # batches, task, what the driver knows, whether that is all
         ([a], 5, 0, False),
         ([a, a], 6, 0, False),
@@ -343,11 +344,12 @@ def test_what_is_not_new_is_that_of_the_task_that_the_request_names():
         ([a], 14, 12, False),
         ([a], 15, 13, True),
     ]
-    rank = SimpleNamespace(_last_described={})
+    rank = SimpleNamespace(_described={})
     for batches, task, known, nothing_new in steps:
-        since = RankState.described_since(rank, "reader", batches[-1], task)
-        assert (since <= known and all(one is batches[-1] for one in batches)) == nothing_new, task
-    assert RankState.described_since(rank, "another reader", a, 16) == 16
+        found = [RankState.description(rank, "reader", batch, [], task) for batch in batches]
+        last, since = found[-1]
+        assert (since <= known and all(one is last for one, _ in found)) == nothing_new, task
+    assert RankState.description(rank, "another reader", a, [], 16)[1] == 16
 
 
 def test_an_interrupt_while_batches_are_read_moves_no_position(make_mesh, tmp_path):

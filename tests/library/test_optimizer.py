@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import spmd.optim.optimizer
 from spmd import MeshError, P, Sharded, SpecError, SpmdError, data_parallel, functional, optimizer, value_and_grad
+from spmd.kernels.reduction import slice_length
 from spmd.mesh import trees
 from spmd.optim import flat, leaves, slices
 from spmd.optim.optimizer import Optimizer
@@ -778,7 +779,7 @@ def test_sharded_steps_are_the_replicated_ones_bit_for_bit(monkeypatch, cls, hyp
         assert value.spec == P("data")
         held = [state["state"][key][name].local for state in states]
         numel = flat.offsets(tuple(map(math.prod, SHAPES)))[-1]
-        assert {tuple(piece.shape) for piece in held} == {(slices.slice_length(numel, size),)}
+        assert {tuple(piece.shape) for piece in held} == {(slice_length(numel, size),)}
         whole = [reference["state"][f"['p{i}']"][name].reshape(-1) for i in range(len(SHAPES))]
         padded = [F.pad(part, (0, -part.numel() % 64)) for part in whole]
         assert torch.equal(torch.cat(held)[:numel], torch.cat(padded))
@@ -954,13 +955,13 @@ def test_a_missing_gradient_keeps_its_parameter_in_a_sharded_step(monkeypatch):
 @settings(max_examples=30, deadline=None)
 @given(numel=st.integers(0, 1000), parts=st.integers(1, 9))
 def test_slices_cover_everything_at_multiples_of_64(numel, parts):
-    bounds = slices.slice_bounds(numel, parts)
-    assert len(bounds) == parts
+    made = [slices.Slice("", (0,), ((numel,),), 0, slices.Ranks("data", at, parts), ()) for at in range(parts)]
+    bounds, numel = [one.bounds for one in made], made[0].numel
     assert bounds[0][0] == 0 and bounds[-1][1] == numel
     for (_, stop), (start, _) in itertools.pairwise(bounds):
         assert stop == start
         assert start % 64 == 0 or start == numel
-    assert max(stop - start for start, stop in bounds) <= slices.slice_length(numel, parts)
+    assert max(stop - start for start, stop in bounds) <= made[0].length
 
 
 def test_state_within_other_values_cannot_be_sharded():

@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import itertools
 import math
@@ -634,15 +635,15 @@ def test_gradients_for_many_rows_at_once(shared_mesh):
     def f(x):
         return psum((1.0 + axis_index("data")) * x.sin(), "data")
 
-    def by_autograd(x):
-        return torch.autograd.functional.jacobian(f, x, vectorize=True)
-
     x = torch.arange(3.0)
     mesh = shared_mesh({"data": 2})
     found = spmd(torch.func.jacfwd(f), mesh=mesh)(x).full()
     assert torch.allclose(found, torch.diag(3 * x.cos()))
-    with pytest.raises(SpecError, match=r"gradient of psum.*is_grads_batched=True.*torch.func.jacfwd"):
-        spmd(by_autograd, mesh=mesh)(x)
+    for collective in (psum, pmean, pmax, pmin):
+        of = functools.partial(collective, axis="data")
+        match = rf"gradient of {collective.__name__}.*is_grads_batched=True.*torch.func.jacfwd"
+        with pytest.raises(SpecError, match=match):
+            spmd(lambda x, of=of: torch.autograd.functional.jacobian(of, x, vectorize=True), mesh=mesh)(x)
 
 
 @on_both

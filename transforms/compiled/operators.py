@@ -53,8 +53,16 @@ def _done(operation: Operation, x: Tensor, backward: bool) -> Tensor:
     return result.contiguous()
 
 
-def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape, backward: Callable[..., Any]) -> Any:
-    """Register one operator: `forward`, the shape of its result, and its gradient."""
+def _register(
+    name: str,
+    more: str,
+    forward: Callable[..., Tensor],
+    shape: Shape,
+    backward: Callable[..., Any],
+    *,
+    saves: bool = False,
+) -> Any:
+    """Register one operator: `forward`, the shape of its result, and its gradient; `saves` as for `Operation`."""
 
     def run(x: Tensor, token: Tensor, axes: Sequence[str], size: int, back: bool, keys: Any, *rest: Any) -> Pair:
         comm = _communicator(name, axes, size)
@@ -67,7 +75,7 @@ def _register(name: str, more: str, forward: Callable[..., Tensor], shape: Shape
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         x, _, *ctx.given = inputs
         ctx.inexact = x.dtype.is_floating_point or x.dtype.is_complex
-        if name in ("pmax", "pmin"):
+        if saves:
             ctx.save_for_backward(x, output[0])
 
     def gradient(ctx: Any, of_result: Tensor, of_token: Tensor) -> tuple[Any, ...]:
@@ -164,7 +172,7 @@ def _extreme(op: str) -> Any:
         holders, token = torch.ops.spmd.psum(holds, token, axes, size, False, [])
         return total * (holds / holders), token
 
-    return _register(f"p{op}", "", forward, _same, gradient)
+    return _register(f"p{op}", "", forward, _same, gradient, saves=Extreme.saves)
 
 
 pmax = _extreme("max")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.bucket import Buckets, Leaf
 from ...kernels.call import labelled
-from ...kernels.reduction import Pairwise
+from ...kernels.reduction import Pairwise, slice_length
 from ...mesh.region import Region
 from ...mesh.replication.net import NOWHERE, Varying, active, joined, unfollowed
 from .._plan import Plan, plan_of
@@ -159,13 +159,13 @@ class TreeSums:
         return [found[slot] for slot in range(len(self._sums))]
 
     def _exchange(self, indexes: list[int], dtype: torch.dtype, scale: float) -> dict[int, Tensor]:
-        """Leaves of one dtype laid end to end, in slices of a multiple of 64 elements: one for each rank to add."""
+        """Leaves of one dtype laid end to end, in slices of one length: one for each rank to add."""
         comm, nodes = self._comm(), self._nodes
         starts, numel = [], 0
         for slot in indexes:
             starts.append(numel)
             numel += -(-self._sums[slot].like.numel // 16) * 16
-        length = -(-numel // (64 * comm.size)) * 64
+        length = slice_length(numel, comm.size)
         mine = torch.zeros(len(nodes[comm.rank]), comm.size * length, dtype=dtype, device="cpu")
         for slot, start in zip(indexes, starts, strict=True):
             leaf, partials = self._sums[slot].like, self._sums[slot].partials
