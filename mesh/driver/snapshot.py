@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ..array import Array
+from ..pickling.attributes import Attributes, readers_in_step
 from ..pickling.references import (
     CONTAINERS,
     DEPTH,
@@ -231,8 +232,10 @@ def _name_in(owner: Any, part: int) -> str:
     if isinstance(owner, types.FunctionType):
         names = list(used_by(owner))
         return f"{names[part - 3]!r}, used in {owner.__qualname__}" if 3 <= part < 3 + len(names) else ""
-    names = [] if isinstance(owner, CONTAINERS) else list(getattr(owner, "__dict__", ()))
-    return f"{names[part % len(names)]!r} of an object of {type(owner).__name__}" if names else ""
+    cls = owner.of if isinstance(owner, Attributes) else type(owner)
+    names = list(owner if isinstance(owner, Attributes) else getattr(owner, "__dict__", ()))
+    is_object = not issubclass(cls, CONTAINERS) and not isinstance(owner, types.MethodType)
+    return f"{names[part % len(names)]!r} of an object of {cls.__name__}" if names and is_object else ""
 
 
 def _place(owner: Any, part: int) -> Any:
@@ -278,8 +281,10 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
     """The ways to look at an object and inside it, each with the depth of what it finds.
 
     Args:
-        in_step: a step captures it, which may not ask for the position of a Loader.
+        in_step: a step captures it, which may not ask for a Loader's position, and is sent with what it reads.
     """
+    if in_step and (readers := readers_in_step(obj)):
+        return readers
     if in_step and type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_in_steps"):
         return [(type(obj)._in_steps, depth + 1)]
     if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and tensors_in(obj):
