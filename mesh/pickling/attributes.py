@@ -13,6 +13,7 @@ import copyreg
 import dis
 import functools
 import types
+import weakref
 from typing import Any, NamedTuple
 
 from ...kernels import torch_private
@@ -46,10 +47,9 @@ class Attributes(dict[str, Any]):
 
 
 class Reads(NamedTuple):
-    """The names that are read from an object, and those of them that its class has."""
+    """The names that are read from an object."""
 
     names: tuple[str, ...]
-    in_class: tuple[str, ...]
 
     def attributes(self, obj: Any) -> Attributes:
         """The attributes that the object itself has by these names."""
@@ -57,13 +57,15 @@ class Reads(NamedTuple):
         return Attributes(type(obj), {name: own[name] for name in self.names if name in own})
 
     def of_class(self, cls: type) -> dict[str, Any]:
-        return {name: _in_class(cls, name) for name in self.in_class}
+        """What its class has by these names."""
+        found = ((name, _in_class(cls, name)) for name in self.names)
+        return {name: holder[name] for name, holder in found if holder is not None}
 
     def parts(self, obj: Any) -> list[Any]:
-        """The attributes, what the class has, and the code of that, in which the names were found, as it is now."""
+        """What is read, the class as such, and all code in which the names were found, as it is now."""
         of_class = self.of_class(type(obj))
         codes = (getattr(_function_of(one), "__code__", None) for one in of_class.values())
-        return [self.attributes(obj), of_class, *codes]
+        return [self.attributes(obj), of_class, weakref.ref(type(obj)), *codes]
 
 
 class Part:
@@ -166,21 +168,17 @@ def _read_from_closure(function: types.FunctionType) -> dict[str, Reads]:
 def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset()) -> Reads | None:
     """What is read from an object by these methods, by the names in `read`, and by what these mean in its class."""
     names: dict[str, None] = {}
-    in_class: list[str] = []
     todo = list(functions)
     while True:
         for name in sorted(read - names.keys()):
             names[name] = None
-            if not any(name in vars(one) for one in cls.__mro__):
-                continue
-            in_class.append(name)
-            found = _in_class(cls, name)
+            found = (_in_class(cls, name) or {}).get(name)
             if isinstance(found, types.FunctionType | property):
                 todo.append(_function_of(found))
             elif hasattr(type(found), "__get__") and not isinstance(found, staticmethod):
                 return None
         if not todo:
-            return Reads(tuple(names), tuple(in_class))
+            return Reads(tuple(names))
         method = todo.pop()
         by_method = _read_by(method.__code__) if isinstance(method, types.FunctionType) else None
         if by_method is None:
@@ -193,15 +191,15 @@ def _is_plain(cls: type) -> bool:
     return (
         type(cls) in _METACLASSES
         and bool(cls.__dictoffset__)
-        and not cls.__module__.startswith(OWN)
         and all(getattr(cls, name, None) is getattr(object, name, None) for name in _AS_OBJECT)
-        and not any(vars(one).get("__slots__") for one in cls.__mro__)
+        and not any(vars(one).get("__slots__") or one.__module__.startswith(OWN) for one in cls.__mro__)
         and cls not in copyreg.dispatch_table
     ) or cls is types.SimpleNamespace
 
 
 def _in_class(cls: type, name: str) -> Any:
-    return next((vars(one)[name] for one in cls.__mro__ if name in vars(one)), None)
+    """The attributes of the class among its bases that has this one; None if none has."""
+    return next((vars(one) for one in cls.__mro__ if name in vars(one)), None)
 
 
 def _function_of(found: Any) -> Any:
@@ -225,7 +223,7 @@ def _read_from(code: types.CodeType, variable: str) -> frozenset[str] | None:
         used = step.argval if isinstance(step.argval, tuple) else (step.argval,)
         if variable not in used or step.opcode in dis.hasname:
             continue
-        if in_cell and step.opname in ("MAKE_CELL", "LOAD_CLOSURE", "LOAD_FAST"):  # for a function within this one
+        if in_cell and step.opname.startswith(("MAKE_CELL", "LOAD_CLOSURE", "LOAD_FAST")):  # for a function within
             continue
         is_load = step.opname.startswith(_LOADS) and used[-1] == variable and variable not in used[:-1]
         if not is_load or after is None or after.opname not in _READS or after.argval.startswith("__"):

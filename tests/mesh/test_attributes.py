@@ -192,6 +192,17 @@ def change_class_of(model):
     model.__class__ = Other
 
 
+def change_class_to_ask(model):
+    """Nothing that was found before is another one."""
+
+    class Other(type(model)):
+        @property
+        def w(self):
+            return 13.0
+
+    model.__class__ = Other
+
+
 CHANGES = [value for name, value in list(globals().items()) if name.startswith("change_")]
 
 
