@@ -47,9 +47,10 @@ class Attributes(dict[str, Any]):
 
 
 class Reads(NamedTuple):
-    """The names that are read from an object."""
+    """The names that are read from an object, and whether its class travels by value."""
 
     names: tuple[str, ...]
+    by_value: bool
 
     def attributes(self, obj: Any) -> Attributes:
         """The attributes that the object itself has by these names."""
@@ -65,22 +66,33 @@ class Reads(NamedTuple):
         """What is read, the class as such, and all code in which the names were found, as it is now."""
         of_class = self.of_class(type(obj))
         codes = (getattr(_function_of(one), "__code__", None) for one in of_class.values())
-        return [self.attributes(obj), of_class, weakref.ref(type(obj)), *codes]
+        parts = [self.attributes(obj), weakref.ref(type(obj)), *codes]
+        return [*parts, of_class] if self.by_value else parts
 
 
 class Part:
-    """Arrives as an object that has what is read of one; its class is another one, for this object alone."""
+    """Arrives as an object that has what is read of one.
+
+    If its class travels by value, this arrives as a class for this object alone, which has what is read of it: the
+    other methods of a trainer may refer to anything.
+    """
 
     def __init__(self, reads: Reads, obj: Any):
-        cls = type(obj)
-        name = cls.__name__, cls.__qualname__, cls.__module__
-        self._made = _with_class, name, (dict(reads.attributes(obj)), reads.of_class(cls)), None, None, _fill
+        cls, attributes = type(obj), dict(reads.attributes(obj))
+        self._made: tuple[Any, ...] = _with_class, (cls,), attributes
+        if reads.by_value:
+            name = cls.__name__, cls.__qualname__, cls.__module__
+            self._made = _with_new_class, name, (attributes, reads.of_class(cls)), None, None, _fill
 
     def __reduce__(self) -> Any:
         return self._made
 
 
-def _with_class(name: str, qualname: str, module: str) -> Any:
+def _with_class(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _with_new_class(name: str, qualname: str, module: str) -> Any:
     return type(name, (), {"__qualname__": qualname, "__module__": module})()
 
 
@@ -168,6 +180,10 @@ def _read_from_closure(function: types.FunctionType) -> dict[str, Reads]:
 def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset()) -> Reads | None:
     """What is read from an object by these methods, by the names in `read`, and by what these mean in its class."""
     names: dict[str, None] = {}
+    by_value = not travels_by_name(cls)
+    if not by_value and hasattr(cls, "__del__"):  # which may need what is left out
+        return None
+    without_object = (staticmethod,) if by_value else (staticmethod, classmethod)
     todo = list(functions)
     while True:
         for name in sorted(read - names.keys()):
@@ -175,10 +191,10 @@ def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset(
             found = (_in_class(cls, name) or {}).get(name)
             if isinstance(found, types.FunctionType | property):
                 todo.append(_function_of(found))
-            elif hasattr(type(found), "__get__") and not isinstance(found, staticmethod):
+            elif hasattr(type(found), "__get__") and not isinstance(found, without_object):
                 return None
         if not todo:
-            return Reads(tuple(names))
+            return Reads(tuple(names), by_value)
         method = todo.pop()
         by_method = _read_by(method.__code__) if isinstance(method, types.FunctionType) else None
         if by_method is None:

@@ -330,6 +330,35 @@ def test_what_other_methods_refer_to(mesh, sent):
     assert not sent and history[-1].full().tolist() == [2.0, 2.0]
 
 
+class Imported:
+    """Has on the ranks what their module has, as it always did."""
+
+    lock, seen = threading.Lock(), list[int]()
+
+    def __init__(self) -> None:
+        self.turn, self.w = 0, 2.0
+
+    @classmethod
+    def twice(cls, x):
+        return x * len([cls, cls])
+
+    def step(self, x):
+        with self.lock:
+            return self.twice(x) * self.w + len(self.seen)
+
+
+def test_a_class_that_the_ranks_import(mesh, sent):
+    imported = Imported()
+    step = spmd(imported.step, mesh=mesh)
+    for turn in range(6):
+        if turn == 2:
+            sent.clear()
+        imported.turn += 1
+        Imported.seen.append(turn)
+        assert step(torch.ones(2)).full().tolist() == [4.0, 4.0]
+    assert not sent
+
+
 def test_a_part_is_not_closed_as_the_whole_is(mesh):
     """The ranks' objects are none of the program's class, whose `__del__` would find attributes missing."""
 
