@@ -165,7 +165,9 @@ def _read_by_method(method: types.MethodType) -> Reads | None:
 
 def _read_from_closure(function: types.FunctionType) -> dict[str, Reads]:
     """What a function reads from objects in its closure, where that is known, by the names there."""
-    if not function.__closure__ or travels_by_name(function) or torch_private.uncompiled(function) is not None:
+    if not function.__closure__ or travels_by_name(function) or (function.__module__ or "").startswith(OWN):
+        return {}
+    if torch_private.uncompiled(function) is not None:
         return {}
     found = {}
     for name, cell in _cells(function).items():
