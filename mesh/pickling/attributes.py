@@ -49,7 +49,7 @@ class Attributes(dict[str, Any]):
 
 
 class Reads(NamedTuple):
-    """The names that are read from an object, and whether its class travels by value."""
+    """The names that are read from an object, and whether what is read of its class travels by value."""
 
     names: tuple[str, ...]
     by_value: bool
@@ -79,8 +79,8 @@ class Reads(NamedTuple):
 class Part:
     """Arrives as an object that has what is read of one.
 
-    If its class travels by value, this arrives as a class for this object alone, which has what is read of it: the
-    other methods of a trainer may refer to anything.
+    If its class travels by value, it arrives as a class for this object alone, which has what is read of it: the other
+    methods of a trainer may refer to anything.
     """
 
     def __init__(self, reads: Reads, obj: Any):
@@ -188,7 +188,7 @@ def _read_from_closure(function: types.FunctionType) -> dict[str, Reads]:
 def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset()) -> Reads | None:
     """What is read from an object by these methods, by the names in `read`, and by what these mean in its class."""
     names: dict[str, None] = {}
-    by_value = not travels_by_name(cls)
+    by_value = not travels_by_name(cls) or issubclass(cls, nn.Module)  # of which all take for granted what it has
     if not by_value and hasattr(cls, "__del__"):  # which may need what is left out
         return None
     without_object = (staticmethod,) if by_value else (staticmethod, classmethod)

@@ -174,8 +174,9 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, type):
         return False
     parts = parts_of_data(value)
-    inside = list(getattr(value, "__dict__", {}).values()) if parts is None else parts
-    return bool(inside) and len(inside) <= LOOKED_INTO * (1 + isinstance(value, dict)) and _is_data(inside)
+    inside = getattr(value, "__dict__", None) if parts is None else parts  # perhaps empty as yet
+    inside = list(inside.values()) if isinstance(inside, dict) else inside
+    return inside is not None and len(inside) <= LOOKED_INTO * (1 + isinstance(value, dict)) and _is_data(inside)
 
 
 def _is_data(values: list[Any]) -> bool:
