@@ -16,15 +16,13 @@ import types
 import weakref
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from ...kernels import torch_private
 from .functions import travels_by_name
 from .references import OWN, Reader, content_of, parts_of_function, used_by
 
 _METACLASSES = (type, abc.ABCMeta)
-# What a class must have as `object` has it, or a module's class as torch's.
-_AS_BASE = (
+# What a class must have as `object` has it. A module's has not, and is told apart from its copies by `functional`.
+_AS_OBJECT = (
     "__new__",
     "__getattribute__",
     "__getattr__",
@@ -49,19 +47,15 @@ class Attributes(dict[str, Any]):
 
 
 class Reads(NamedTuple):
-    """The names that are read from an object, and whether what is read of its class travels by value."""
+    """The names that are read from an object, and whether its class travels by value."""
 
     names: tuple[str, ...]
     by_value: bool
 
     def attributes(self, obj: Any) -> Attributes:
         """The attributes that the object itself has by these names."""
-        own, cls = getattr(obj, "__dict__", {}), type(obj)
-        found = {name: own[name] for name in self.names if name in own}
-        if isinstance(obj, nn.Module):  # which asks for what else it has if its class has no such attribute
-            for holder in (own["_parameters"], own["_buffers"], own["_modules"]):
-                found |= {name: holder[name] for name in self.names if name in holder and _in_class(cls, name) is None}
-        return Attributes(cls, found)
+        own = getattr(obj, "__dict__", {})
+        return Attributes(type(obj), {name: own[name] for name in self.names if name in own})
 
     def of_class(self, cls: type) -> dict[str, Any]:
         """What its class has by these names."""
@@ -188,7 +182,7 @@ def _read_from_closure(function: types.FunctionType) -> dict[str, Reads]:
 def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset()) -> Reads | None:
     """What is read from an object by these methods, by the names in `read`, and by what these mean in its class."""
     names: dict[str, None] = {}
-    by_value = not travels_by_name(cls) or issubclass(cls, nn.Module)  # of which all take for granted what it has
+    by_value = not travels_by_name(cls)
     if not by_value and hasattr(cls, "__del__"):  # which may need what is left out
         return None
     without_object = (staticmethod,) if by_value else (staticmethod, classmethod)
@@ -212,11 +206,10 @@ def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset(
 
 def _is_plain(cls: type) -> bool:
     """Whether attributes of its objects are what lies in their `__dict__`, and they are pickled as that."""
-    base = nn.Module if issubclass(cls, nn.Module) else object
     return (
         type(cls) in _METACLASSES
         and bool(cls.__dictoffset__)
-        and all(getattr(cls, name, None) is getattr(base, name, None) for name in _AS_BASE)
+        and all(getattr(cls, name, None) is getattr(object, name, None) for name in _AS_OBJECT)
         and not any(vars(one).get("__slots__") or one.__module__.startswith(OWN) for one in cls.__mro__)
         and cls not in copyreg.dispatch_table
     ) or cls is types.SimpleNamespace

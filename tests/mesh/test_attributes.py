@@ -330,54 +330,6 @@ def test_what_other_methods_refer_to(mesh, sent):
     assert not sent and history[-1].full().tolist() == [2.0, 2.0]
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.w = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
-        self.register_buffer("shift", torch.zeros(2))
-        self.losses: list[float] = []
-
-    def step(self, x):
-        return (self.w * self.inner(x) + self.shift + self.training).detach()
-
-    def whole(self, x):
-        return self(x) + sum(one.sum() for one in self.parameters()).detach()
-
-    def forward(self, x):
-        return self.step(x)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_trainer_that_is_a_module(mesh, sent, whole):
-    torch.manual_seed(0)
-    network, x = Network(), torch.randn(4, 3)
-    function = network.whole if whole else network.step
-    step = spmd(function, mesh=mesh)
-
-    def change_buffer():
-        network.shift = torch.ones(2)
-
-    def replace_inner():
-        network.inner = nn.Linear(3, 2)
-
-    changes = [
-        lambda: nn.init.constant_(network.inner.weight, 3.0),
-        lambda: nn.init.constant_(network.w, 2.0),
-        change_buffer,
-        network.eval,
-        replace_inner,
-        lambda: network.inner.register_forward_hook(lambda module, args, result: 2 * result),
-    ]
-    for change in changes:
-        change()
-        torch.testing.assert_close(step(x).full(), function(x))
-    sent.clear()
-    for turn in range(4):
-        network.losses.append(turn)
-        step(x)
-    assert ("Ship" in sent) == whole
-
-
 class Imported:
     """Has on the ranks what their module has, as it always did."""
 
