@@ -78,9 +78,9 @@ class Packet:
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any] | None):
+    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any] | None, in_step: bool):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._name_of = name_of
+        self._name_of, self.parts = name_of, {} if in_step else None
         self._known: dict[int, int] = {}
         self.tensors: list[torch.Tensor | Stacked] = []
         self.kept: list[Any] = []  # alive, since ids are unique only among live objects
@@ -107,14 +107,19 @@ class _Pickler(Pickler):
 
 
 def dumps(
-    obj: Any, name_of: Callable[[Any], Any] | None = None, *, allocate: Callable[[int], memoryview] | None = None
+    obj: Any,
+    name_of: Callable[[Any], Any] | None = None,
+    *,
+    allocate: Callable[[int], memoryview] | None = None,
+    in_step: bool = False,
 ) -> Packet:
     """Pickle `obj`; `name_of(x)` gives the name that stands for x on the other side, or None to send x itself.
 
     Args:
         allocate: gives memory for this many bytes of tensors, if these are not to travel with the packet.
+        in_step: a step refers to it; then methods travel with those attributes of their objects that they read.
     """
-    pickler = _Pickler(file := io.BytesIO(), name_of)
+    pickler = _Pickler(file := io.BytesIO(), name_of, in_step)
     pickler.dump(obj)
     packet = Packet(file.getvalue())
     if not pickler.tensors:

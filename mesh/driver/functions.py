@@ -89,7 +89,13 @@ class ShippedObjects:
         self.modules.notice()
 
     def ship(
-        self, obj: Any, function: Any = None, held: Sequence[Array] = (), names: list[Any] | None = None
+        self,
+        obj: Any,
+        function: Any = None,
+        held: Sequence[Array] = (),
+        names: list[Any] | None = None,
+        *,
+        in_step: bool = False,
     ) -> Shipped:
         """Send an object to all ranks unless they have it.
 
@@ -97,9 +103,10 @@ class ShippedObjects:
             function: what it was made from, if anything.
             held: Arrays in it whose values are passed with each call.
             names: a list to which the names used for what is in it are added.
+            in_step: see `wire.dumps`.
         """
         names = [] if names is None else names
-        packet = self._session.dumps(obj, names, held=held)
+        packet = self._session.dumps(obj, names, held=held, in_step=in_step)
         if any(name[0] == "ref" for name in names):
             packet.close()
             raise MeshError(
@@ -161,9 +168,9 @@ class ShippedObjects:
         names: list[Any] = []
         self._prepare(function)
         try:
-            shipped = self.ship(checked(obj, found.settings), function, held or (), names)
+            shipped = self.ship(checked(obj, found.settings), function, held or (), names, in_step=holds)
         except wire.Unsendable as error:
-            part = unpicklable_part(function, self._whole)
+            part = unpicklable_part(function, self._whole, in_step=holds)
             name, remedy = getattr(function, "__qualname__", None), _OF_A_FUNCTION
             if not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
                 name, remedy = name or f"an object of {type(function).__qualname__}", _OF_AN_OBJECT

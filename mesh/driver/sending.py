@@ -50,12 +50,13 @@ def dumps(
     *,
     allocate: Callable[[int], memoryview] | None = None,
     held: Sequence[Array] = (),
+    in_step: bool = False,
 ) -> wire.Packet:
     """Pickle for the ranks; raises `Unsendable`, or the error of a value in it.
 
     Args:
         names: a list to which the names used in the pickle are added.
-        allocate: see `wire.dumps`.
+        allocate, in_step: see `wire.dumps`.
         held: Arrays whose values are passed with each call.
     """
     numbers = {id(array): number for number, array in enumerate(held)}
@@ -67,7 +68,7 @@ def dumps(
             names.append(name)
         return name
 
-    packet = packed(obj, name_of, allocate)
+    packet = packed(obj, name_of, allocate=allocate, in_step=in_step)
     packet.values = {name[1] for name in names if name[0] == "array"}
     return packet
 

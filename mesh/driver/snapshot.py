@@ -15,7 +15,6 @@ from __future__ import annotations
 import array
 import collections
 import dataclasses
-import marshal
 import operator
 import types
 import weakref
@@ -25,6 +24,8 @@ import numpy as np
 import torch
 
 from ..array import Array
+from ..pickling.attributes import Attributes, readers_in_step
+from ..pickling.containers import ENTRIES, look_through, some_of
 from ..pickling.references import (
     CONTAINERS,
     DEPTH,
@@ -33,7 +34,6 @@ from ..pickling.references import (
     SCALARS,
     Reader,
     bytes_of_array,
-    parts_of_data,
     readers_of,
     used_by,
 )
@@ -42,10 +42,7 @@ from ..pickling.tensor_changes import changes_of, plain_state_of, state_of, stat
 from ..spec import RAGGED
 
 _LOOKED_AT = 4096  # values at most
-_MARSHALLED = (dict, list, tuple, set, *SCALARS)
 _OF_TENSORS = (dict, collections.OrderedDict, list, tuple)
-_TEXT = 16  # characters of a text that count as a value
-_COMPARED = 64  # entries of a larger array or container
 
 
 class Snapshot:
@@ -78,10 +75,10 @@ class Snapshot:
                 continue
             readers, whole_read = _readers_of(obj, depth, in_step=exchanges), True
             if not readers and (isinstance(obj, CONTAINERS) or dataclasses.is_dataclass(type(obj))):
-                reader, count = _look_through(obj, plain)
+                reader, count = look_through(obj, plain)
                 plain -= count
                 whole_read = reader is not None or not isinstance(obj, CONTAINERS)
-                reader = reader if whole_read else _some_of
+                reader = reader if whole_read else some_of
                 readers = [(reader, DEPTH)] if reader else []
             is_read = bool(readers) and whole_read and (isinstance(obj, CONTAINERS) or _is_its_parts(obj, readers))
             if is_read:
@@ -237,8 +234,10 @@ def _name_in(owner: Any, part: int) -> str:
     if isinstance(owner, types.FunctionType):
         names = list(used_by(owner))
         return f"{names[part - 3]!r}, used in {owner.__qualname__}" if 3 <= part < 3 + len(names) else ""
-    names = [] if isinstance(owner, CONTAINERS) else list(getattr(owner, "__dict__", ()))
-    return f"{names[part % len(names)]!r} of an object of {type(owner).__name__}" if names else ""
+    cls = owner.of if isinstance(owner, Attributes) else type(owner)
+    names = list(owner if isinstance(owner, Attributes) else getattr(owner, "__dict__", ()))
+    is_object = not issubclass(cls, CONTAINERS) and not isinstance(owner, types.MethodType)
+    return f"{names[part % len(names)]!r} of an object of {cls.__name__}" if names and is_object else ""
 
 
 def _place(owner: Any, part: int) -> Any:
@@ -284,8 +283,10 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
     """The ways to look at an object and inside it, each with the depth of what it finds.
 
     Args:
-        in_step: a step captures it, which may not ask for the position of a Loader.
+        in_step: a step captures it, which may not ask for a Loader's position, and is sent with what it reads.
     """
+    if in_step and (readers := readers_in_step(obj)):
+        return readers
     if in_step and type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_in_steps"):
         return [(type(obj)._in_steps, depth + 1)]
     if type(obj) in _OF_TENSORS and 1 < len(obj) <= _LOOKED_AT and tensors_in(obj):
@@ -308,43 +309,5 @@ def _readers_of(obj: Any, depth: int, *, in_step: bool) -> list[tuple[Reader, in
     return readers
 
 
-def _look_through(container: Any, most: int) -> tuple[Reader | None, int]:
-    """How to read a container of data, tensors and arrays alone, at any depth, and how many values tell that it is;
-    `most` at most."""
-    left, count, read = [container], 0, _content_of
-    while left and count + len(left) <= most:
-        one = left.pop()
-        count += 1 + (len(one) // _TEXT if isinstance(one, str | bytes) else 0)
-        parts = parts_of_data(one)
-        if parts is None:
-            return None, count
-        left += parts
-        if type(one) not in _MARSHALLED and not isinstance(one, np.number):  # of which marshal takes the bytes
-            read = _parts_of
-    return None if left else read, count
-
-
-def _parts_of(container: Any) -> list[Any]:
-    return parts_of_data(container) or []
-
-
-def _content_of(container: Any) -> list[Any]:
-    """The bytes of such a container; none if it has something else by now."""
-    try:
-        return [marshal.dumps(container, 2)]  # the last version that does not depend on who else refers to an entry
-    except ValueError:
-        return []
-
-
-def _some_of(container: Any) -> list[Any]:
-    """The length of a container and some of its entries, those that cost little."""
-    count = len(container)
-    if isinstance(container, list | tuple):
-        return [count, *container[:: max(1, count // _COMPARED)], *container[-1:]]
-    if isinstance(container, dict) and count:
-        return [count, next(iter(container)), last := next(reversed(container)), container[last]]
-    return [count]
-
-
 def _bytes_in(array: Any) -> list[Any]:
-    return [bytes_of_array(array, _COMPARED)]
+    return [bytes_of_array(array, ENTRIES)]

@@ -10,6 +10,7 @@ import io
 import mmap
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...kernels.arguments import arrived
 from ...kernels.errors import MeshError
 from ...kernels.shm.pages import PAGE, any_copied
 from . import classes, functions, operators
+from .attributes import Part, part_of, with_parts
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _home = torch.device("cpu")
@@ -34,12 +36,32 @@ def arrive_on(device: torch.device) -> None:
 
 
 class Pickler(cloudpickle.Pickler):
-    """That of cloudpickle, for objects of all kinds."""
+    """That of cloudpickle, for objects of all kinds.
+
+    Attributes:
+        parts: for what a step refers to, whose objects travel with the attributes that are read: methods that were
+            pickled, with the part of their object.
+    """
+
+    parts: dict[int, tuple[types.MethodType, Part]] | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         found = _reduced(obj)
+        if found is None and self.parts is not None:
+            if type(obj) is types.MethodType:
+                found = self._method(obj, self.parts)
+            elif type(obj) is types.FunctionType:
+                found = super().reducer_override(with_parts(obj))
         found = super().reducer_override(obj) if found is None else found
         return classes.kept_at_home(obj, found) if isinstance(obj, type) and isinstance(found, tuple) else found
+
+    def _method(self, method: types.MethodType, parts: dict[int, tuple[types.MethodType, Part]]) -> Any:
+        if id(method) not in parts:  # what it reads may refer to it again
+            part = part_of(method)
+            if part is None:
+                return None
+            parts[id(method)] = method, part
+        return types.MethodType, (method.__func__, parts[id(method)][1])
 
 
 def name_in_script(obj: Any) -> str | None:
@@ -114,8 +136,8 @@ def _in_slots(obj: Any) -> tuple[Any, ...] | None:
 
 
 def _set_attributes(obj: Any, state: tuple[dict[str, Any] | None, dict[str, Any] | None]) -> None:
-    for attributes in state:
-        for name, value in (attributes or {}).items():
+    for entries in state:
+        for name, value in (entries or {}).items():
             object.__setattr__(obj, name, value)
 
 

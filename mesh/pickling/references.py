@@ -97,9 +97,13 @@ def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
 
 
 def _function_parts(function: Any) -> list[Any]:
+    return parts_of_function(function, used_by(function))
+
+
+def parts_of_function(function: Any, used: dict[str, Any]) -> list[Any]:
     code = function.__code__
     operators = named_among(names) if "ops" in (names := _names(code)) else ()
-    held = (*used_by(function).values(), *_own_attributes(function))
+    held = (*used.values(), *_own_attributes(function))
     return [code, function.__defaults__, function.__kwdefaults__, *held, *operators]
 
 

@@ -14,7 +14,7 @@ from ...kernels.interrupts import raised_by_handler
 from .. import wire
 
 
-def packed(obj: Any, name_of: Callable[[Any], Any], allocate: Callable[[int], memoryview] | None = None) -> wire.Packet:
+def packed(obj: Any, name_of: Callable[[Any], Any], **how: Any) -> wire.Packet:
     """Pickle an object as `wire.dumps` does; raises `Unsendable`, or the error of a value in it."""
     raised: list[BaseException] = []
 
@@ -26,7 +26,7 @@ def packed(obj: Any, name_of: Callable[[Any], Any], allocate: Callable[[int], me
             raise
 
     try:
-        return wire.dumps(obj, noted, allocate=allocate)
+        return wire.dumps(obj, noted, **how)
     except Exception as error:
         if raised:  # which pickle may have wrapped
             raise raised[0] from raised[0].__cause__

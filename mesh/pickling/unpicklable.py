@@ -12,22 +12,30 @@ import torch
 
 from ...kernels.errors import MeshError, SpmdError
 from .. import wire
+from .attributes import attributes_read
 from .references import functions_of, used_by
 
 _DEEPEST = 16  # levels are searched for the cause
+_ErrorOf = Callable[[Any], Exception | None]  # pickles a value
 
 
-def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
+def unpicklable_part(function: Any, whole: tuple[type, ...] = (), *, in_step: bool = False) -> str:
     """Which of the objects that a function refers to can't be pickled, for the message; empty if none is found.
 
     Args:
         whole: types that travel as names.
+        in_step: see `wire.dumps`.
     """
     parts: list[tuple[str, Any, str]] = []
     target = function
     while isinstance(target, functools.partial | types.MethodType):
         if isinstance(target, types.MethodType):
-            parts.append((f"the object of the method {target.__func__.__qualname__}", target.__self__, "self"))
+            what = f"the object of the method {target.__func__.__qualname__}"
+            read = attributes_read(target) if in_step else None
+            if read is None:
+                parts.append((what, target.__self__, "self"))
+            else:
+                parts.extend((f"{name!r} of {what}", value, f"self.{name}") for name, value in read.items())
             target = target.__func__
         else:
             parts.extend((f"argument {index} of the partial", arg, "its ") for index, arg in enumerate(target.args))
@@ -39,12 +47,13 @@ def unpicklable_part(function: Any, whole: tuple[type, ...] = ()) -> str:
         used = [(f"{name!r}, used in {one.__qualname__}", value, name) for name, value in used_by(one).items()]
         used += [(f"a default argument of {one.__qualname__}", value, "its ") for value in one.__defaults__ or ()]
         parts += [part for part in used if not isinstance(part[1], types.FunctionType)]
-    return _unpicklable(parts, whole)
+    return _unpicklable(parts, functools.partial(_error_of, whole=whole, in_step=in_step))
 
 
 def unpicklable_among(parts: Iterable[tuple[str, Any]], whole: tuple[type, ...] = ()) -> str:
     """The first of some named values that can't be pickled, and why; empty if all can."""
-    return _unpicklable(((what, value, "its ") for what, value in parts), whole)
+    error_of = functools.partial(_error_of, whole=whole, in_step=False)
+    return _unpicklable(((what, value, "its ") for what, value in parts), error_of)
 
 
 @contextlib.contextmanager
@@ -68,29 +77,29 @@ def sending_result(
         raise MeshError(problem, where=where(), remedy=remedy) from None
 
 
-def _unpicklable(parts: Iterable[tuple[str, Any, str]], whole: tuple[type, ...]) -> str:
+def _unpicklable(parts: Iterable[tuple[str, Any, str]], error_of: _ErrorOf) -> str:
     for what, value, name in parts:
-        error = _error_of(value, whole)
+        error = error_of(value)
         if error is not None:
-            path, error = _path_within(value, whole, error)
+            path, error = _path_within(value, error_of, error)
             return f"{what} ({type(value).__name__}): {error}{f', which is {name}{path}' if path else ''}"
     return ""
 
 
-def _error_of(value: Any, whole: tuple[type, ...]) -> Exception | None:
+def _error_of(value: Any, whole: tuple[type, ...], in_step: bool) -> Exception | None:
     try:
-        wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None).close()
+        wire.dumps(value, lambda obj: "a name" if isinstance(obj, whole) else None, in_step=in_step).close()
     except Exception as error:
         return error
     return None
 
 
-def _path_within(value: Any, whole: tuple[type, ...], error: Exception) -> tuple[str, Exception]:
+def _path_within(value: Any, error_of: _ErrorOf, error: Exception) -> tuple[str, Exception]:
     """The path to the part for which a value can't be pickled, such as `.writer.lock`, and that part's error."""
     path, held = "", [value]
     while len(held) < _DEEPEST:
         for step, inside in _named_parts(value):
-            found = None if any(inside is one for one in held) else _error_of(inside, whole)
+            found = None if any(inside is one for one in held) else error_of(inside)
             if found is not None:
                 path, value, error = path + step, inside, found
                 held.append(value)
@@ -106,9 +115,11 @@ def _named_parts(value: Any) -> list[tuple[str, Any]]:
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if isinstance(value, types.MethodType | functools.partial):
-        names = ("__self__",) if isinstance(value, types.MethodType) else ("func", "args", "keywords")
-        return [(f".{name}", getattr(value, name)) for name in names]
+    if isinstance(value, types.MethodType):
+        read: dict[str, Any] = attributes_read(value) or {}
+        return [*((f".__self__.{name}", item) for name, item in read.items()), (".__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        return [(f".{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     if isinstance(value, type):
         return []
     children = list(value.named_children()) if isinstance(value, torch.nn.Module) else []

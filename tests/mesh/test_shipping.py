@@ -48,6 +48,10 @@ def changed(function, change) -> bool:
     return before.arrays(function) is None
 
 
+class Empty:
+    """An object without attributes as yet."""
+
+
 class Phase(enum.Enum):
     TRAIN = "train"
     TEST = "test"
@@ -241,6 +245,11 @@ def test_what_the_parts_of_a_module_have_besides_tensors():
         args = given.get(name, 3)
         assert changed(function, lambda v=value, n=name, a=args: getattr(v, n)(*(a if type(a) is tuple else (a,))))
         assert changed(function, lambda: setattr(dropout, "p", None))
+    empty = {"append": [], "update": {}, "add": set(), "appendleft": collections.deque(), "__setattr__": Empty()}
+    for name, value in empty.items():
+        dropout.p = value
+        args = given.get(name, 3)
+        assert changed(function, lambda v=value, n=name, a=args: getattr(v, n)(*(a if type(a) is tuple else (a,))))
     for value in (Phase.TEST, torch.float32):
         dropout.p = Phase.TRAIN
         assert changed(function, lambda value=value: setattr(dropout, "p", value))
