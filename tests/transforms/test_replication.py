@@ -96,6 +96,17 @@ def test_where_values_differ_both_are_said(mesh):
     assert "rank 0: 1.0; rank 1: 5.0" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "found"), [(lambda x: x, 'P("data", "model")'), (lambda x: x.sum(1), 'P(("data", "model"))')]
+)
+def test_the_spec_that_is_named_keeps_the_axes_that_are_cut(square, body, found):
+    """And is one that works."""
+    options = {"in_specs": P("data", "model"), "check": "always"}
+    with pytest.raises(SpecError, match=f"out_specs={re.escape(found)}"):
+        spmd(body, mesh=square, out_specs=P("data"), **options)(ONES)
+    spmd(body, mesh=square, out_specs=eval(found), **options)(ONES)
+
+
 def test_only_axes_that_values_differ_along_are_named(square):
     x = torch.arange(4.0)
     with pytest.raises(SpecError, match=r"on all ranks along model, and is not.*psum or pmean it over 'model'"):
