@@ -255,7 +255,8 @@ def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> 
 def _differing(
     problem: str, axes: Sequence[str], got: str | None, where: str, leaf: OutputMeta, rows: str
 ) -> SpecError:
-    remedy = f"psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs={_cut_more(leaf, axes[0])}"
+    otherwise = "give it" if leaf.spec is None or leaf.shape else "return x[None], and give that"  # no dimension to cut
+    remedy = f"psum or pmean it over {axes[0]!r}, or {otherwise} a spec such as out_specs={_cut_more(leaf, axes[0])}"
     remedy = remedy if leaf.spec is not None else f"return a tensor, and {remedy}"
     if RANDOM in problem:  # a mean of noise is smaller
         remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"

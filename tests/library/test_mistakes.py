@@ -447,6 +447,8 @@ NAMES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "map_location": (lambda m: restore("nowhere", map_location="cpu"), "it is mesh="),
     "step": (lambda m: restore("nowhere", step=3), "path/step-00000003"),
     "overwrite": (lambda m: save("nowhere", X, overwrite=True), "keep= says how many stay"),
+    "world_size": (lambda m: spmd.initialize(rank=0, world_size=2), "it is size="),
+    "process_id": (lambda m: spmd.initialize("a:1", 2, process_id=0), "it is rank="),
     "num_replicas": (lambda m: spmd.Sampler(8, 2, num_replicas=2), r"sampler.shard\(epoch, step, rank, size\)"),
 }
 

@@ -85,7 +85,7 @@ def test_a_forgotten_psum_is_refused_where_values_agree(mesh):
     assert re.search(r"comes of argument 0, computed at test_replication.py:\d+", text)
     line = int(re.search(r"test_replication.py:(\d+)", text)[1])
     assert line == step.__code__.co_firstlineno + 2
-    assert "psum or pmean it over 'data', or give it a spec such as out_specs=P(\"data\")" in text
+    assert "psum or pmean it over 'data', or return x[None], and give that a spec such as out_specs=P(\"data\")" in text
     assert accepted(mesh, lambda x: psum(x.sum(), "data"), ONES).item() == 16
 
 
