@@ -96,6 +96,12 @@ _STANDS: dict[str, dict[str, str]] = {  # by the function, and the name that oth
             "torch.utils.data.Subset(dataset, ids)",
         ),
     },
+    "initialize": {
+        **dict.fromkeys(("world_size", "num_processes"), "it is size="),
+        "process_id": "it is rank=",
+        "coordinator_address": 'it is init_method="tcp://host:port"',
+        "backend": "it is one of the mesh, Mesh(backend=)",
+    },
     "save": {
         **dict.fromkeys(
             ("overwrite", "exist_ok"), _NO_NEED + "each checkpoint is a folder of its own; keep= says how many stay"

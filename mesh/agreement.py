@@ -188,7 +188,6 @@ def _check_replicas(
                 break
         else:
             groups.append([rank])
-    spec = leaves[0].spec
     varying = next((leaf.varying for leaf in leaves.values() if leaf.varying is not None), None)
     apart = next((groups for groups in variants.values() if len(groups) > 1), None)
     if apart is not None:
@@ -202,7 +201,7 @@ def _check_replicas(
         problem += f"; it {varying[1]}"
     else:
         return
-    raise _differing(problem, axes, got, where, spec is not None, rows)
+    raise _differing(problem, axes, got, where, leaves[0], rows)
 
 
 def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
@@ -218,12 +217,22 @@ def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _cut_more(leaf: OutputMeta, axis: str) -> str:
+    """The spec of a leaf with another axis in it: along its first dimension that is not cut, if there is one."""
+    entries: list[Any] = [] if leaf.spec is None else [*leaf.spec.entries]
+    free = entries.index(None) if None in entries else len(entries)
+    entries[free : free + 1] = [axis]
+    if leaf.spec is not None and leaf.spec.entries and len(entries) > len(leaf.shape):
+        entries = [(*leaf.spec.dim_axes(0), axis), *leaf.spec.entries[1:]]
+    return repr(P(*entries)).replace("'", '"')
+
+
 def refuse_varying(leaf: OutputMeta, what: str, where: str) -> None:
     """Refuse a result that may differ between ranks, where its values aren't known."""
     if leaf.varying is not None:
         axes, why = leaf.varying
         problem = f"{what} may differ between ranks along {', '.join(axes)}; it {why}"
-        raise _differing(problem, axes, None, where, True, "")
+        raise _differing(problem, axes, None, where, leaf, "")
 
 
 def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> None:
@@ -243,9 +252,12 @@ def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> 
         raise SpecError(problem, got=got, where=where, remedy=SHARDS_OF_ONE)
 
 
-def _differing(problem: str, axes: Sequence[str], got: str | None, where: str, is_tensor: bool, rows: str) -> SpecError:
-    remedy = f'psum or pmean it over {axes[0]!r}, or give it a spec such as out_specs=P("{axes[0]}")'
-    remedy = remedy if is_tensor else f"return a tensor, and {remedy}"
+def _differing(
+    problem: str, axes: Sequence[str], got: str | None, where: str, leaf: OutputMeta, rows: str
+) -> SpecError:
+    otherwise = "give it" if leaf.spec is None or leaf.shape else "return x[None], and give that"  # no dimension to cut
+    remedy = f"psum or pmean it over {axes[0]!r}, or {otherwise} a spec such as out_specs={_cut_more(leaf, axes[0])}"
+    remedy = remedy if leaf.spec is not None else f"return a tensor, and {remedy}"
     if RANDOM in problem:  # a mean of noise is smaller
         remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"
     return SpecError(problem, got=got, where=where, remedy=rows or remedy)

@@ -177,6 +177,7 @@ class Mesh:
             raise MeshError("coords got a bad rank", got=repr(rank), expected=f"0 to {self.size - 1}")
         return self._layout.coords(int(rank))
 
+    @public
     def __reduce__(self) -> Any:
         raise MeshError("a Mesh cannot be pickled: it is processes", remedy="make one where you need it")
 

@@ -22,6 +22,7 @@ from ._functional_checks import (
     Origin,
     check_module,
     check_names,
+    check_state_dict,
     fetched,
     no_tensor,
     warn_of_dropped,
@@ -31,7 +32,7 @@ from ._functional_checks import (
 )
 from .kernels import torch_private
 from .kernels.callsite import public
-from .kernels.errors import SpecError, no_attribute
+from .kernels.errors import no_attribute
 from .mesh.purity.captured_state import CapturedState
 from .mesh.region import current, note_carry
 from .transforms import after_gradient, current_plan, in_gradient
@@ -110,6 +111,7 @@ def functional_with_buffers(
 
 _INSTEAD = {  # of what modules have
     **dict.fromkeys(("train", "eval"), "it keeps the mode of its module: functional(model.eval()) for another"),
+    **dict.fromkeys(("to", "cuda", "half", "double"), "functional(model.half()) for a dtype; the device is the mesh's"),
     **dict.fromkeys(("parameters", "named_parameters"), "they are what functional returned beside it"),
 }
 
@@ -205,11 +207,8 @@ class Apply:
         Raises:
             SpecError: parameters are missing.
         """
-        if not isinstance(state_dict, Mapping):
-            got, expected = type(state_dict).__name__, "what a module's state_dict() gives"
-            raise SpecError("apply.params got no state_dict", got=got, expected=expected)
         own = dict(self.skeleton.named_parameters())
-        check_names("params", {name: value for name, value in state_dict.items() if name in own}, own)
+        check_state_dict(state_dict, own)
         return {
             name: fetched(state_dict[name])
             if replica.requires_grad

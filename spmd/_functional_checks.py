@@ -92,6 +92,24 @@ def check_names(argument: str, given: Any, expected: Mapping[str, Any]) -> None:
     )
 
 
+def check_state_dict(given: Any, own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what is not the state_dict of a module with these parameters."""
+    if not isinstance(given, Mapping):
+        got, expected = type(given).__name__, "what a module's state_dict() gives"
+        raise SpecError("apply.params got no state_dict", got=got, expected=expected)
+    missing = next((name for name in own if name not in given), None)
+    if missing is not None:
+        longer = next((name for name in given if str(name).endswith(f".{missing}")), missing)
+        prefix = longer.removesuffix(missing)
+        stripped = f"apply.params({{name.removeprefix({prefix!r}): value for name, value in state_dict.items()}})"
+        remedy = f"write {stripped}" if prefix else "pass that of a module like the one that functional was given"
+        raise SpecError(f"apply.params got no {missing!r}", got=f"names {[*given][:5]}", remedy=remedy)
+    for name, replica in own.items():
+        if (shape := getattr(given[name], "shape", replica.shape)) != replica.shape:
+            problem = f"apply.params got another shape for {name!r} than its module has"
+            raise SpecError(problem, got=str([*shape]), expected=str([*replica.shape]))
+
+
 def no_tensor(value: Any) -> SpecError:
     """The error for a parameter or a buffer that is no tensor."""
     problem, remedy = "apply got a parameter or a buffer that is no tensor", "pass what functional returned"

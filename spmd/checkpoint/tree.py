@@ -105,7 +105,8 @@ def _entry(leaf: Any, path: str) -> dict[str, Any]:
     if isinstance(leaf, int):
         raise _unwritable(path, f"a number of {leaf.bit_length()} bits", f"at most {LONGEST_NUMBER}")
     expected = "a tensor, an Array, a number, a string, None, a Loader or a Sampler"
-    raise _unwritable(path, type(leaf).__name__, expected)
+    remedy = "save what its state_dict() gives" if hasattr(leaf, "state_dict") else ""
+    raise _unwritable(path, type(leaf).__name__, expected, remedy)
 
 
 def _check_storable(leaf: Any, path: str) -> None:

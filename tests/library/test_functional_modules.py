@@ -66,7 +66,7 @@ def test_a_plain_state_dict_is_taken():
     assert [*taken] == [*params] and isinstance(taken["head.bias"], nn.Parameter)
     x = torch.tensor([1, 2])
     assert torch.equal(apply(taken, x), other(x))
-    with pytest.raises(SpecError, match=r"misses 'embedding.weight'"):
+    with pytest.raises(SpecError, match=r"apply.params got no 'embedding.weight'"):
         apply.params(nn.Linear(3, 5).state_dict())
 
 

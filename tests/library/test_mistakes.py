@@ -399,6 +399,18 @@ MISTAKES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
         lambda m: ADAMW.step({"w": X}, {"w": X}, {"state": {}, "hyper": {**HYPER, "lr": torch.ones(2)}}),
         r"opt_state\['hyper'\]\['lr'\] has an unexpected value .*like 0.1",
     ),
+    "another module's state_dict": (
+        lambda m: APPLY.params(nn.Linear(3, 1).state_dict()),
+        r"another shape for 'weight' .*expected \[1, 4\], got \[1, 3\]",
+    ),
+    "the state_dict of DDP": (
+        lambda m: APPLY.params({f"module.{name}": value for name, value in PARAMS.items()}),
+        r"got no 'weight' .*'module.weight'.*: write apply.params\({name.removeprefix\('module.'\): value for",
+    ),
+    "save a model": (
+        lambda m: save("nowhere", {"m": nn.Linear(1, 1)}),
+        r"\['m'\] .*got Linear\): save what its state_dict",
+    ),
     "two averages": (lambda m: ema(ema(ADAMW)).init({"w": X}), "keeps an average already: keep one"),
     "a misspelt option": (lambda m: optimizer(torch.optim.SGD, lr=0.1, momemtum=0.9), "'momemtum'.*: write momentum="),
     "a rate by its name": (lambda m: optimizer(torch.optim.SGD, learning_rate=0.1), "'learning_rate'.*: it is lr="),
@@ -435,6 +447,8 @@ NAMES: dict[str, tuple[Callable[[Mesh], Any], str]] = {
     "map_location": (lambda m: restore("nowhere", map_location="cpu"), "it is mesh="),
     "step": (lambda m: restore("nowhere", step=3), "path/step-00000003"),
     "overwrite": (lambda m: save("nowhere", X, overwrite=True), "keep= says how many stay"),
+    "world_size": (lambda m: spmd.initialize(rank=0, world_size=2), "it is size="),
+    "process_id": (lambda m: spmd.initialize("a:1", 2, process_id=0), "it is rank="),
     "num_replicas": (lambda m: spmd.Sampler(8, 2, num_replicas=2), r"sampler.shard\(epoch, step, rank, size\)"),
 }
 

@@ -85,7 +85,7 @@ def test_a_forgotten_psum_is_refused_where_values_agree(mesh):
     assert re.search(r"comes of argument 0, computed at test_replication.py:\d+", text)
     line = int(re.search(r"test_replication.py:(\d+)", text)[1])
     assert line == step.__code__.co_firstlineno + 2
-    assert "psum or pmean it over 'data', or give it a spec such as out_specs=P(\"data\")" in text
+    assert "psum or pmean it over 'data', or return x[None], and give that a spec such as out_specs=P(\"data\")" in text
     assert accepted(mesh, lambda x: psum(x.sum(), "data"), ONES).item() == 16
 
 
@@ -94,6 +94,17 @@ def test_where_values_differ_both_are_said(mesh):
         spmd(lambda x: {"loss": x.sum()}, mesh=mesh, in_specs=P("data"))(torch.arange(4.0))
     assert "should be the same on all ranks along data, and is not; it comes of argument 0" in str(caught.value)
     assert "rank 0: 1.0; rank 1: 5.0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"), [(lambda x: x, 'P("data", "model")'), (lambda x: x.sum(1), 'P(("data", "model"))')]
+)
+def test_the_spec_that_is_named_keeps_the_axes_that_are_cut(square, body, found):
+    """And is one that works."""
+    options = {"in_specs": P("data", "model"), "check": "always"}
+    with pytest.raises(SpecError, match=f"out_specs={re.escape(found)}"):
+        spmd(body, mesh=square, out_specs=P("data"), **options)(ONES)
+    spmd(body, mesh=square, out_specs=eval(found), **options)(ONES)
 
 
 def test_only_axes_that_values_differ_along_are_named(square):

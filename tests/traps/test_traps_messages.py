@@ -108,6 +108,7 @@ PROGRAMS = {
     "an index that is set": lambda mesh: put(X, mesh=mesh).__setitem__(0, 1),
     "a value that is written to": lambda mesh: torch.add(X, 1, out=put(X, mesh=mesh)),
     "a gradient of a value": lambda mesh: put(X, mesh=mesh).grad,
+    "a pickled mesh": lambda mesh: pickle.dumps(Loader(X, 2, mesh=mesh)),
     "a pickled value": lambda mesh: pickle.dumps(put(X, mesh=mesh)),
     "a pair in a sum": lambda mesh: mean_of(X.sum(), 1) + 1,
     "a mode": lambda mesh: APPLY.eval(),
