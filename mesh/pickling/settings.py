@@ -2,16 +2,19 @@
 
 Ranks import modules for themselves, and find there what the files say. A function that reads such a setting would
 compute with another value on them, without a word; so the values travel with it, and ranks compare.
-Invariant: only what a file gives as a literal counts. What it computes (a path, a time, a rank) may differ by process.
+Invariant: of a module or a class, only what a file gives as a literal counts: what it computes (a path, a time, a rank)
+may differ by process. Of an object, such as `config.args`, all that is read does.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import dis
 import functools
 import importlib
+import inspect
 import operator
 import os
 import sys
@@ -28,6 +31,7 @@ from .references import OWN, SINGLE, attributes_of, used_by
 from .reloading import own_file
 
 _LITERALS = (*SINGLE, tuple, list, dict, set)
+_MISSING = object()
 _LOOKED_AT = 4096  # functions, classes and objects at most
 
 
@@ -54,7 +58,7 @@ def _read(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
         theirs = named_in(importlib.import_module(module), name)
         if not _is_same(theirs, value):
             raise SpecError(
-                f"the program has changed {module}.{name}, and ranks import {module} for themselves",
+                f"{module}.{name} is not the same in the program and on ranks, which import {module} for themselves",
                 got=f"{value!r:.80} in the program, {theirs!r:.80} on the rank",
                 remedy="pass it as an argument, take it into a name of the program's own first "
                 f"({name.rpartition('.')[2]} = {module}.{name}), or write it into the file",
@@ -63,17 +67,17 @@ def _read(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
 
 
 class Settings:
-    """The settings that a function, or what it calls, reads and does not write, where a file gives them.
+    """The settings that a function, or what it calls, reads and does not write, where a file or an object has them.
 
     Looked through are functions and methods, those of the program's own modules too, and the classes of what they use.
 
     Attributes:
-        changed: those that have another value than their file gives them: (module, qualified name) -> value.
+        changed: those that may have another value than a rank finds: (module, qualified name) -> value.
     """
 
     def __init__(self, function: Any):
         read: dict[tuple[str, str], Any] = {}
-        written, seen = set[tuple[str, str]](), set[int]()
+        written, objects, seen = set[tuple[str, str]](), set[tuple[str, str]](), set[int]()
         left = [function]
         while left and len(seen) < _LOOKED_AT:
             one = left.pop()
@@ -84,6 +88,7 @@ class Settings:
                 if _is_programs(one):
                     named = _named_by(one)
                     read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
+                    objects.update(place for place, value in named if _is_plain_object(value))
                     left += [value for _, value in named]
                     paths = _paths(one.__code__)[1]
                     written.update((one.__module__, name) for name, *more in paths if not more)
@@ -96,9 +101,10 @@ class Settings:
         self._values: list[tuple[types.ModuleType, Callable[[Any], Any], Any]] = []
         self.changed: dict[tuple[str, str], Any] = {}
         for (module, name), value in read.items():
-            if name in (literals := _literals_of(module)) and (module, name) not in written:
+            literals, of_object = _literals_of(module), (module, name.rpartition(".")[0]) in objects
+            if (module, name) not in written and (of_object or name in literals):
                 self._values.append((sys.modules[module], operator.attrgetter(name), copy.deepcopy(value)))
-                if not _is_same(value, literals[name]):
+                if of_object or not _is_same(value, literals[name]):
                     self.changed[module, name] = value
 
     def are_as_before(self) -> bool:
@@ -110,7 +116,10 @@ class Settings:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except Exception:  # there are tensors in it
+        return False
 
 
 def _parts_of(obj: Any) -> list[Any]:
@@ -141,28 +150,40 @@ def _is_programs_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or _is_own(cls.__module__)
 
 
+def _is_plain_object(value: Any) -> bool:
+    """Whether its attributes are settings: `types.SimpleNamespace`, argparse's, or an object of the program's."""
+    cls = type(value)
+    if issubclass(cls, torch.nn.Module | torch.Tensor | type) or not cls.__dictoffset__:
+        return False
+    return cls in (types.SimpleNamespace, argparse.Namespace) or _is_programs_class(cls)
+
+
 def _named_by(function: types.FunctionType) -> list[tuple[tuple[str, str], Any]]:
     """What a function names: ((module, qualified name), value), without a place for what travels by value."""
     around = function.__module__ if travels_by_name(function) else ""
-    own = [((around, name), value) for name, value in used_by(function).items()]
+    inner = function.__code__.co_freevars
+    own = [(("" if name in inner else around, name), value) for name, value in used_by(function).items()]
     return own + _attributes(function, _paths(function.__code__)[0])
 
 
 def _attributes(function: types.FunctionType, paths: tuple[tuple[str, ...], ...]) -> list[tuple[tuple[str, str], Any]]:
-    """What lies at these paths in the program's own modules, and classes there, from names that a function has."""
+    """What lies at these paths in the program's own modules, in classes and objects there, from names of a function."""
     found, named = [], used_by(function) if paths else {}
+    around = function.__module__ if travels_by_name(function) else ""
     for first, *names in paths:
-        owner = named.get(first)
+        owner, module, inside = named.get(first), around, f"{first}."
         for name in names:
             if isinstance(owner, types.ModuleType):
                 module, inside = owner.__name__, ""
             elif isinstance(owner, type) and travels_by_name(owner):
                 module, inside = owner.__module__, f"{owner.__qualname__}."
-            else:
+            elif not module or not _is_plain_object(owner):
                 break
-            owner = vars(owner).get(name)
-            if _is_own(module):
-                found.append(((module, inside + name), owner))
+            owner = inspect.getattr_static(owner, name, _MISSING)
+            if owner is _MISSING or not _is_own(module):
+                break
+            found.append(((module, inside + name), owner))
+            inside += f"{name}."
     return found
 
 
