@@ -47,7 +47,7 @@ class Pure:
         name: of the call, for messages.
         needs: gives those of the values named in the message that some rank lacks, as (a call's values, index, what to
             call it). Asked when all ranks are there, since a rank that was replaced may lack values.
-        holds: the compiled call (`calls.DriverCall`), which must live until then.
+        holds: what must live until then: the compiled call (`calls.DriverCall`), or the values that it fetches.
         arguments: its inputs.
         values: its outputs, as `values.CallValues`; one for each batch if it reads several.
         fetches: whether it only fetches values, and so runs again even if the program wants to know of lost calls.

@@ -68,7 +68,9 @@ def _lost(again: Again, checkpoint: str | None) -> str:
 
 def donated_to(again: Again | None) -> str:
     """The arguments that a call may overwrite, for messages; "" if there are none."""
-    return "" if again is None or again.call.holds is None else ", ".join(again.call.holds.donated())
+    if again is None or again.call.holds is None or again.call.fetches:
+        return ""
+    return ", ".join(again.call.holds.donated())
 
 
 def _order(task: Task) -> tuple[bool, bool, int]:

@@ -23,6 +23,7 @@ from ...kernels.errors import kind_text
 from ...kernels.flat import as_bytes, strided_parts
 from ...kernels.torch_private import is_fake
 from ..spec import P
+from ..strides import is_frozen
 
 HASH_BYTES = 16
 _PRINT = struct.Struct(f"{HASH_BYTES}sd")  # of a tensor with several elements: a hash, and the sum
@@ -89,11 +90,15 @@ def _is_scalar(leaf: Leaf) -> bool:
 
 
 def prints_of_scalars(tensors: Sequence[Any], scalars: Sequence[int]) -> bytes:
-    """The bytes of these tensors; empty if one is on a GPU, since reading it would wait for all work there."""
+    """The bytes of these tensors; empty if one is on a GPU, since reading it would wait for all work there.
+
+    A byte follows if one is a frozen parameter: bytes do not say so, and they are fetched.
+    """
     found = [tensors[index] for index in scalars]
     if any(number.is_cuda for number in found):
         return b""
-    return b"".join([ctypes.string_at(number.data_ptr(), number.element_size()) for number in found])
+    its_bytes = [ctypes.string_at(number.data_ptr(), number.element_size()) for number in found]
+    return b"".join([*its_bytes, b"\0"] if any(map(is_frozen, found)) else its_bytes)
 
 
 def prints_of_all(tensors: Sequence[Any], leaves: Sequence[Leaf], axes: int) -> bytes:
@@ -142,7 +147,7 @@ def split(prints: bytes, leaves: Sequence[Leaf], check: Check, axes: int) -> lis
 def scalar_in(prints: bytes, leaves: tuple[Leaf, ...], index: int) -> Tensor | None:
     """A leaf's value from the tensors' prints of a call with `Check.SCALARS`; None if it is not among them."""
     offsets = _offsets(leaves)
-    if index not in offsets or offsets[-1] != len(prints):  # numbers on GPUs are not sent
+    if index not in offsets or offsets[-1] != len(prints):  # one is on a GPU, or frozen
         return None
     leaf, start = leaves[index], offsets[index]
     assert leaf.dtype is not None

@@ -53,6 +53,7 @@ class Moved:
                 shards = [shard for tensors, _ in found if (shard := tensors[index]) is not None]
                 if len(shards) < before.size:
                     wholes.append(torch.empty(0, device="cpu"))
+                    specs[index] = REPLICATED  # it is gone: at the next resize there is nothing to cut
                     continue
                 specs[index] = spec = spec_on(before, layout, about, driver.describe())
                 usual = about.shards is None and RAGGED not in about.shape

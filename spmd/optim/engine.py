@@ -81,7 +81,7 @@ class Engine:
         """One step: the new parameters, states and hyper-parameters. Leaves without gradient pass through."""
         jobs, by_kernel = self._jobs(leaves, states)
         new_hyper = dict(hyper)
-        for fused, some in by_kernel.items():
+        for (fused, _), some in by_kernel.items():
             if some or not (fused or jobs):
                 new_hyper = self._run(some, hyper, fused, scale)
         return *_after(leaves, states, jobs), new_hyper
@@ -99,15 +99,19 @@ class Engine:
 
     def _jobs(
         self, leaves: Sequence[Leaf], states: Sequence[State]
-    ) -> tuple[dict[int, WholeJob | FlatJob], dict[bool, list[Job]]]:
-        """Of the leaves with a gradient, by index, and by whether a fused kernel does them."""
+    ) -> tuple[dict[int, WholeJob | FlatJob], dict[tuple[bool, bool], list[Job]]]:
+        """Of the leaves with a gradient, by index, and by whether a fused kernel does them and they have state.
+
+        The fused kernel of SGD takes parameters that are all in their first step, or none.
+        """
         jobs: dict[int, WholeJob | FlatJob] = {}
-        by_kernel: dict[bool, list[Job]] = {True: [], False: []}
+        by_kernel: dict[tuple[bool, bool], list[Job]] = {(False, False): []}
         for index, leaf in enumerate(leaves):
             if leaf.grad is not None:
                 fused = self._is_fused(leaf.param, leaf.grad)
                 jobs[index] = self._job(leaf.param, leaf.grad, self._counted(states[index], leaf.param, fused), fused)
-                by_kernel[fused].append(jobs[index])
+                one_call = fused or bool(self.options.get("fused"))
+                by_kernel.setdefault((fused, one_call and bool(states[index])), []).append(jobs[index])
         return jobs, by_kernel
 
     def _job(self, param: Tensor, grad: Tensor, state: State, fused: bool) -> WholeJob | FlatJob:

@@ -297,6 +297,17 @@ def test_a_missing_gradient_is_skipped_as_torch_does():
     assert opt_state["state"]["['a']"]["step"] == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_sgd_with_a_first_gradient_later_than_the_others(options):
+    """Torch's fused kernel itself takes parameters that are all in their first step, or none."""
+    opt = optimizer(optim.SGD, lr=1.0, momentum=0.5, **options)
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    opt_state = opt.init(params)
+    for b in (None, torch.ones(2)):
+        params, opt_state = opt.step(params, {"a": torch.ones(2), "b": b}, opt_state)
+    assert params["a"].tolist() == [-2.5, -2.5] and params["b"].tolist() == [-1.0, -1.0]
+
+
 Pair = namedtuple("Pair", "left right")
 
 

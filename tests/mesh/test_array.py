@@ -132,6 +132,9 @@ def test_parameters_keep_what_they_are(mesh):
     assert kinds(arrays) == {"frozen": "ParameterFalse", "trainable": "TensorFalse"}
     large = put({"frozen": frozen, "rest": torch.ones(30000)}, mesh=mesh)  # in one block, which it alone does not hold
     assert kinds(spmd(lambda x: {"frozen": x}, mesh=mesh)(large["frozen"])) == {"frozen": "ParameterFalse"}
+    twice = spmd(lambda x: (x["frozen"], x["trainable"] * 2), mesh=mesh)
+    for _ in range(6):  # repeated calls answer with the numbers themselves
+        assert [type(one.full()) for one in twice(arrays)] == [torch.nn.Parameter, torch.Tensor]
 
 
 def test_the_driver_holds_no_shard(mesh):

@@ -585,9 +585,14 @@ def test_an_error_is_raised_in_the_thread_whose_call_failed(make_mesh):
 
 
 @pytest.mark.parametrize(
-    ("donate", "remedy"), [((), "make it again"), (("x",), r"argument 0 was donated to it, and is lost: restore a")]
+    ("fetches", "donate", "remedy"),
+    [
+        (False, (), "make it again"),
+        (False, ("x",), r"argument 0 was donated to it, and is lost: restore a"),
+        (True, (), "make it again"),
+    ],
 )
-def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, donate, remedy):
+def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, fetches, donate, remedy):
     mesh = make_mesh({"data": 2})
 
     def fail(x):
@@ -597,7 +602,7 @@ def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, donate, re
         return x
 
     failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh, donate=donate)
-    one, own = torch.ones(()), []
+    one, own, large = torch.ones(()), [], put(torch.ones(1 << 16), mesh=mesh)
     assert float(step(put(one, mesh=mesh))) == 2
     for _ in range(2):  # later calls do not wait
         failing(torch.zeros(()))
@@ -614,7 +619,7 @@ def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, donate, re
     assert begun.wait(10)
     says = rf"a call that another thread made has failed \(got ValueError: no 1\).*{remedy}"
     with pytest.raises(MeshError, match=says):
-        float(step(put(one, mesh=mesh)))
+        large.full() if fetches else float(step(put(one, mesh=mesh)))
     thread.join(10)
     assert own and float(step(put(one, mesh=mesh))) == 2
 

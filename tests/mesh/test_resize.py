@@ -158,7 +158,8 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
     rows = torch.tensor([3.0, 4, 5, 6, 1, 2])[:, None].repeat(1, 1 << 12)
     values["chosen"] = chosen(rows)
     gone, left = spmd(lambda x: (x + 1, x + 2), mesh=mesh)(put(large, mesh=mesh))
-    del gone
+    cut = put([whole, whole.repeat(1, 99)], P("data"), mesh=mesh)
+    del gone, cut[1]
     captured = put(torch.tensor(5.0), mesh=mesh)
     add = spmd(lambda x: x + captured.local, mesh=mesh)
     assert float(add(torch.tensor(1.0))) == 6
@@ -173,6 +174,7 @@ def test_values_of_every_kind(mesh: Mesh) -> None:
     assert float(add(torch.tensor(1.0))) == 6
     mesh.resize({"data": 1})
     assert torch.equal(values["cut"].full(), whole) and torch.equal(left.full(), large + 2)
+    assert torch.equal(cut[0].full(), whole)
 
 
 def shards_of(array: Any) -> list[Any]:
