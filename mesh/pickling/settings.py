@@ -17,7 +17,7 @@ import os
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -111,23 +111,36 @@ class Settings:
                         (waiting.setdefault(name, []) if waits else left).append(_function_of(value))
             else:
                 left += _parts_of(one)
-        self._values: list[tuple[types.ModuleType, Callable[[Any], Any], Any]] = []
+        literals = {module: _literals_of(module) for module in {module for module, _ in read}}
+        values: dict[tuple[str, bool], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], Any] = {}
         for (module, name), value in read.items():
             _, of_class, last = name.rpartition(".")
             is_written = (module, name) in written or (of_class and last in assigned)
             is_filled = isinstance(value, _CONTAINERS) and ((module, name) in filled or not _is_literal(value))
-            if name in (literals := _literals_of(module)) and not is_written and not is_filled:
-                self._values.append((sys.modules[module], operator.attrgetter(name), copy.deepcopy(value)))
-                if not _is_same(value, literals[name]):
+            if name in literals[module] and not is_written and not is_filled:
+                values.setdefault((module, isinstance(value, _CONTAINERS)), {})[name] = copy.deepcopy(value)
+                if not _is_same(value, literals[module][name]):
                     self.changed[module, name] = value
+        # Of each module, those that can't change and containers: how to read them (with an extra name, so that it
+        # always gives a tuple), and their values.
+        self._values = []
+        for (module, _), group in values.items():
+            first = next(iter(group))
+            self._values.append(
+                (sys.modules[module], operator.attrgetter(first, *group), [group[first], *group.values()])
+            )
 
     def are_as_before(self) -> bool:
         """Whether all have the values that they had when this was made."""
         try:
-            return all(_is_same(get(module), value) for module, get, value in self._values)
+            return all(_are_same(get(module), values) for module, get, values in self._values)
         except AttributeError:
             return False
+
+
+def _are_same(values: tuple[Any, ...], others: list[Any]) -> bool:
+    return all(map(operator.is_, values, others)) or all(map(_is_same, values, others))
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -252,9 +265,16 @@ def _paths(code: types.CodeType) -> _Paths:
                 written.add((*path, step.argval)) if path else assigned.add(step.argval)
             fills = fills or step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
             path = ()
-    found = [_Paths(*map(frozenset, (read, written, filled | read if fills else filled, assigned)))]
-    found += [_paths(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return _Paths(*(frozenset().union(*sets) for sets in zip(*found, strict=True)))
+    if fills:
+        filled |= read
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _paths(constant)
+            read |= inner.read
+            written |= inner.written
+            filled |= inner.filled
+            assigned |= inner.assigned
+    return _Paths(frozenset(read), frozenset(written), frozenset(filled), frozenset(assigned))
 
 
 def _literals_of(module: str) -> dict[str, Any]:
