@@ -33,7 +33,7 @@ _AS_OBJECT = (
     "__getstate__",
     "__setstate__",
 )
-_BESIDE = frozenset({"super", "locals", "eval", "exec"})  # functions that find a variable without being given it
+_BESIDE = frozenset({"super", "locals", "vars", "eval", "exec"})  # which find a variable without being given it
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
 _OF_NAMES = frozenset((*dis.hasname, *dis.hasconst))  # of attributes, globals and constants, not of variables

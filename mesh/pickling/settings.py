@@ -82,6 +82,8 @@ class Settings:
         assigned, names, seen = set[str](), set[str](), set[int]()
         waiting: dict[str, list[Any]] = {}  # methods that no code names so far
         left = [function]
+        while isinstance(function, functools.partial):
+            function = function.func
         if isinstance(function, type):
             names.update(*map(vars, function.__mro__))
         while left and len(seen) < _LOOKED_AT:

@@ -253,6 +253,9 @@ class Passing:
     def local(self, x):
         return x + locals()["self"].hidden
 
+    def local_by_vars(self, x):
+        return x + vars()["self"].hidden
+
     def called(self, x):
         return self(x)
 

@@ -137,8 +137,10 @@ def test_what_an_object_on_a_rank_reads(shared_mesh, config, monkeypatch):
     mesh = shared_mesh({"data": 2})
     assert mesh.remote(config.Net)(torch.ones(1)).get() == 1
     monkeypatch.setattr(config, "gain", 3.0)
-    with pytest.raises(SpecError, match=r"has changed config_of_test\.gain"):
-        mesh.remote(config.Net)
+    monkeypatch.setattr(config, "epochs", 5)
+    for cls, name in [(config.Net, "gain"), (config.Runner, "epochs"), (functools.partial(config.Net), "gain")]:
+        with pytest.raises(SpecError, match=rf"has changed config_of_test\.{name}"):
+            mesh.remote(cls)
 
 
 def test_what_the_step_does_not_call_and_what_it_counts(shared_mesh, config, monkeypatch):
