@@ -237,7 +237,7 @@ class _Paths(NamedTuple):
 
     Attributes:
         filled: what may have its entries changed there, if it is a container.
-        assigned: attributes of what is not such a path: of `self`, of `type(self)`.
+        assigned: attributes of what may be a class: of `cls`, of `type(self)`.
     """
 
     read: frozenset[tuple[str, ...]]
@@ -251,6 +251,7 @@ def _paths(code: types.CodeType) -> _Paths:
     read, written, filled = set[tuple[str, ...]](), set[tuple[str, ...]](), set[tuple[str, ...]]()
     assigned, fills = set[str](), False
     path: tuple[str, ...] = ()
+    loaded: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             path = (step.argval,)
@@ -263,10 +264,13 @@ def _paths(code: types.CodeType) -> _Paths:
         elif step.opname not in ("PRECALL", "CACHE"):
             if step.opname == "STORE_GLOBAL":
                 written.add((step.argval,))
-            elif step.opname == "STORE_ATTR":
-                written.add((*path, step.argval)) if path else assigned.add(step.argval)
+            elif step.opname == "STORE_ATTR" and path:
+                written.add((*path, step.argval))
+            elif step.opname == "STORE_ATTR" and loaded != "self":
+                assigned.add(step.argval)
             fills = fills or step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
             path = ()
+        loaded = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
     if fills:
         filled |= read
     for constant in code.co_consts:

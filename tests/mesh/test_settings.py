@@ -61,6 +61,7 @@ class Runner:
     def __init__(self):
         type(self).made += 1
         self.name = f"runner {Runner.made}"
+        self.rate = Config.rate
 
     def step(self, x):
         tallies["scaled"] += 1
@@ -137,10 +138,16 @@ def test_what_an_object_on_a_rank_reads(shared_mesh, config, monkeypatch):
     mesh = shared_mesh({"data": 2})
     assert mesh.remote(config.Net)(torch.ones(1)).get() == 1
     monkeypatch.setattr(config, "gain", 3.0)
-    monkeypatch.setattr(config, "epochs", 5)
-    for cls, name in [(config.Net, "gain"), (config.Runner, "epochs"), (functools.partial(config.Net), "gain")]:
-        with pytest.raises(SpecError, match=rf"has changed config_of_test\.{name}"):
+    for cls in (config.Net, functools.partial(config.Net)):
+        with pytest.raises(SpecError, match=r"has changed config_of_test\.gain"):
             mesh.remote(cls)
+    for owner, name in [(config, "epochs"), (config.Config, "rate")]:
+        with (
+            monkeypatch.context() as changed,
+            pytest.raises(SpecError, match=rf"has changed config_of_test\.\w*\.?{name}"),
+        ):
+            changed.setattr(owner, name, 5)
+            mesh.remote(config.Runner)
 
 
 def test_what_the_step_does_not_call_and_what_it_counts(shared_mesh, config, monkeypatch):
