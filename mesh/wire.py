@@ -30,6 +30,7 @@ from ..kernels.errors import MeshError
 from ..kernels.limits import named_limits
 from ..kernels.processes import ThreadBuffer
 from . import strides
+from .pickling.attributes import Parts
 from .pickling.objects import Pickler
 from .pickling.unpickler import Unpickler
 from .readers.stacked import Stacked
@@ -78,9 +79,9 @@ class Packet:
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any] | None, in_step: bool):
+    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any] | None, parts: Parts | None):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._name_of, self.parts = name_of, {} if in_step else None
+        self._name_of, self.parts = name_of, parts
         self._known: dict[int, int] = {}
         self.tensors: list[torch.Tensor | Stacked] = []
         self.kept: list[Any] = []  # alive, since ids are unique only among live objects
@@ -119,8 +120,11 @@ def dumps(
         allocate: gives memory for this many bytes of tensors, if these are not to travel with the packet.
         in_step: a step refers to it; then methods travel with those attributes of their objects that they read.
     """
-    pickler = _Pickler(file := io.BytesIO(), name_of, in_step)
-    pickler.dump(obj)
+    parts, settled = Parts() if in_step else None, False
+    while not settled:
+        pickler = _Pickler(file := io.BytesIO(), name_of, parts)
+        pickler.dump(obj)
+        settled = parts is None or parts.suffice(pickler.memo.copy())
     packet = Packet(file.getvalue())
     if not pickler.tensors:
         return packet
@@ -154,8 +158,7 @@ def content_hash(packet: Packet) -> str:
     digest = hashlib.blake2b(packet.data, digest_size=16)
     digest.update(packet.inline)
     if packet.fd is not None:
-        size = os.fstat(packet.fd).st_size
-        for start in range(0, size, 1 << 24):
+        for start in range(0, os.fstat(packet.fd).st_size, 1 << 24):
             digest.update(os.pread(packet.fd, 1 << 24, start))
     return digest.hexdigest()
 

@@ -3,7 +3,8 @@
 A trainer also has histories, counters, progress bars and files, which change with each step, or can't be pickled. If
 a step that is one of its methods, or refers to it, were sent with all of them, it would be sent again for each call.
 Invariant: an attribute is left out only if the code shows that it is not read. An object that is passed on or assigned
-to, or whose class has ways of its own to find or pickle attributes, is sent as a whole.
+to, or whose class has ways of its own to find or pickle attributes, is sent as a whole; and so is one that something
+else that is sent has as a whole, since that may change it: a hook that notes an output in `self`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dis
 import functools
 import types
 import weakref
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from ...kernels import torch_private
@@ -31,9 +33,10 @@ _AS_OBJECT = (
     "__getstate__",
     "__setstate__",
 )
-_BESIDE = frozenset({"super", "locals", "eval", "exec"})  # functions that find a variable without being given it
+_BESIDE = frozenset({"super", "locals", "vars", "eval", "exec"})  # which find a variable without being given it
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")
 _READS = ("LOAD_ATTR", "LOAD_METHOD")
+_OF_NAMES = frozenset((*dis.hasname, *dis.hasconst))  # of attributes, globals and constants, not of variables
 
 
 class Attributes(dict[str, Any]):
@@ -74,7 +77,7 @@ class Part:
     """Arrives as an object that has what is read of one.
 
     If its class travels by value, it arrives as a class for this object alone, which has what is read of it: the other
-    methods of a trainer may refer to anything.
+    methods of a trainer may refer to anything. If that class is sent anyway, it is of this class, which may be changed.
     """
 
     def __init__(self, reads: Reads, obj: Any):
@@ -86,6 +89,57 @@ class Part:
 
     def __reduce__(self) -> Any:
         return self._made
+
+
+class Parts:
+    """What is sent of the objects that a step refers to."""
+
+    def __init__(self) -> None:
+        self._methods: dict[int, tuple[types.MethodType, Part]] = {}
+        self._objects: dict[int, Any] = {}  # of which there are parts, and their classes that travel by value
+        self._whole: dict[int, Any] = {}
+
+    def suffice(self, sent: Container[int]) -> bool:
+        """Whether nothing of which there is a part was also sent as a whole; if not, all has to be sent again.
+
+        Args:
+            sent: the ids of what was sent, apart from parts.
+        """
+        whole = {key: obj for key, obj in self._objects.items() if key in sent and key not in self._whole}
+        self._whole.update(whole)
+        self._methods.clear()
+        return not whole
+
+    def of_method(self, method: types.MethodType) -> Part | None:
+        """What travels of a method's object, if that is enough."""
+        if id(method) not in self._methods:  # what it reads may refer to it again
+            reads = _read_by_method(method)
+            if reads is None or id(method.__self__) in self._whole:
+                return None
+            self._methods[id(method)] = method, self._part(reads, method.__self__)
+        return self._methods[id(method)][1]
+
+    def of_function(self, function: types.FunctionType) -> types.FunctionType:
+        """A function with parts of the objects in its closure, where that is enough."""
+        cells = _cells(function)
+        objects = [(name, reads, content_of(cells[name])) for name, reads in _read_from_closure(function).items()]
+        parts = {name: self._part(reads, obj) for name, reads, obj in objects if id(obj) not in self._whole}
+        if not parts:
+            return function
+        closure = tuple(types.CellType(parts[name]) if name in parts else cell for name, cell in cells.items())
+        code, names = function.__code__, function.__globals__
+        part = types.FunctionType(code, names, function.__name__, function.__defaults__, closure)
+        functools.update_wrapper(part, function)
+        part.__dict__ = dict(vars(function))
+        part.__kwdefaults__ = function.__kwdefaults__
+        return part
+
+    def _part(self, reads: Reads, obj: Any) -> Part:
+        self._objects[id(obj)], cls = obj, type(obj)
+        if reads.by_value and not hasattr(cls, "__del__"):
+            self._objects[id(cls)] = cls
+            reads = reads._replace(by_value=id(cls) not in self._whole)
+        return Part(reads, obj)
 
 
 def _with_class(cls: Any) -> Any:
@@ -116,29 +170,6 @@ def attributes_read(method: types.MethodType) -> Attributes | None:
     """The attributes that a method reads from its object; None if that is not known, or may be all."""
     reads = _read_by_method(method)
     return None if reads is None else reads.attributes(method.__self__)
-
-
-def part_of(method: types.MethodType) -> Part | None:
-    """What travels of a method's object, if that is enough."""
-    reads = _read_by_method(method)
-    return None if reads is None else Part(reads, method.__self__)
-
-
-def with_parts(function: types.FunctionType) -> types.FunctionType:
-    """A function with parts of the objects in its closure, where that is enough."""
-    variables = _read_from_closure(function)
-    if not variables:
-        return function
-    closure = {
-        name: types.CellType(Part(variables[name], content_of(cell))) if name in variables else cell
-        for name, cell in _cells(function).items()
-    }
-    code, names = function.__code__, function.__globals__
-    part = types.FunctionType(code, names, function.__name__, function.__defaults__, tuple(closure.values()))
-    functools.update_wrapper(part, function)
-    part.__dict__ = dict(vars(function))
-    part.__kwdefaults__ = function.__kwdefaults__
-    return part
 
 
 def _method_parts(reads: Reads, method: Any) -> list[Any]:
@@ -236,10 +267,10 @@ def _read_from(code: types.CodeType, variable: str) -> frozenset[str] | None:
         return None
     found: set[str] = set()
     in_cell = variable in (*code.co_cellvars, *code.co_freevars)
-    steps = [step for step in dis.get_instructions(code) if step.opcode not in dis.hasconst]
+    steps = list(dis.get_instructions(code))
     for step, after in zip(steps, [*steps[1:], None], strict=True):
         used = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-        if variable not in used or step.opcode in dis.hasname:
+        if variable not in used or step.opcode in _OF_NAMES:
             continue
         if in_cell and step.opname.startswith(("MAKE_CELL", "LOAD_CLOSURE", "LOAD_FAST")):  # for a function within
             continue

@@ -23,7 +23,7 @@ from ...kernels.arguments import arrived
 from ...kernels.errors import MeshError
 from ...kernels.shm.pages import PAGE, any_copied
 from . import classes, functions, operators
-from .attributes import Part, part_of, with_parts
+from .attributes import Parts
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _home = torch.device("cpu")
@@ -39,29 +39,21 @@ class Pickler(cloudpickle.Pickler):
     """That of cloudpickle, for objects of all kinds.
 
     Attributes:
-        parts: for what a step refers to, whose objects travel with the attributes that are read: methods that were
-            pickled, with the part of their object.
+        parts: for what a step refers to, whose objects travel with the attributes that are read.
     """
 
-    parts: dict[int, tuple[types.MethodType, Part]] | None = None
+    parts: Parts | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         found = _reduced(obj)
         if found is None and self.parts is not None:
             if type(obj) is types.MethodType:
-                found = self._method(obj, self.parts)
+                part = self.parts.of_method(obj)
+                found = None if part is None else (types.MethodType, (obj.__func__, part))
             elif type(obj) is types.FunctionType:
-                found = super().reducer_override(with_parts(obj))
+                found = super().reducer_override(self.parts.of_function(obj))
         found = super().reducer_override(obj) if found is None else found
         return classes.kept_at_home(obj, found) if isinstance(obj, type) and isinstance(found, tuple) else found
-
-    def _method(self, method: types.MethodType, parts: dict[int, tuple[types.MethodType, Part]]) -> Any:
-        if id(method) not in parts:  # what it reads may refer to it again
-            part = part_of(method)
-            if part is None:
-                return None
-            parts[id(method)] = method, part
-        return types.MethodType, (method.__func__, parts[id(method)][1])
 
 
 def name_in_script(obj: Any) -> str | None:

@@ -102,7 +102,7 @@ def _function_parts(function: Any) -> list[Any]:
 
 def parts_of_function(function: Any, used: dict[str, Any]) -> list[Any]:
     code = function.__code__
-    operators = named_among(names) if "ops" in (names := _names(code)) else ()
+    operators = named_among(names) if "ops" in (names := names_in(code)) else ()
     held = (*used.values(), *_own_attributes(function))
     return [code, function.__defaults__, function.__kwdefaults__, *held, *operators]
 
@@ -213,10 +213,10 @@ def bytes_of_array(array: np.ndarray, most: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes, including those of inner functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
+    return frozenset(code.co_names).union(*map(names_in, inner))
 
 
 def content_of(cell: Any) -> Any:

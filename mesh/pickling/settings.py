@@ -20,17 +20,20 @@ import os
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.errors import SpecError
 from .functions import named_in, travels_by_name
-from .references import OWN, SINGLE, attributes_of, used_by
+from .references import OWN, SINGLE, attributes_of, names_in, used_by
 from .reloading import own_file
 
-_LITERALS = (*SINGLE, tuple, list, dict, set)
+_CONTAINERS = (tuple, list, dict, set)
+_LITERALS = (*SINGLE, *_CONTAINERS)
+_MAKING = ("__new__", "__init__", "__post_init__")  # called where a class is named
+_READING = frozenset((*dir(tuple), *dir(frozenset), *dir(types.MappingProxyType)))  # methods that change nothing
 _MISSING = object()
 _LOOKED_AT = 4096  # functions, classes and objects at most
 
@@ -69,7 +72,9 @@ def _read(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
 class Settings:
     """The settings that a function, or what it calls, reads and does not write, where a file or an object has them.
 
-    Looked through are functions and methods, those of the program's own modules too, and the classes of what they use.
+    Looked through are functions, those of the program's own modules too, and of the classes of what they use those
+    methods that code there names, or that others call: `__getitem__`, and what an installed base has, as `forward`. Of
+    a class that is sent itself, as that of a remote object, all are.
 
     Attributes:
         changed: those that may have another value than a rank finds: (module, qualified name) -> value.
@@ -77,8 +82,14 @@ class Settings:
 
     def __init__(self, function: Any):
         read: dict[tuple[str, str], Any] = {}
-        written, objects, seen = set[tuple[str, str]](), set[tuple[str, str]](), set[int]()
+        written, filled, objects = set[tuple[str, str]](), set[tuple[str, str]](), set[tuple[str, str]]()
+        assigned, names, seen = set[str](), set[str](), set[int]()
+        waiting: dict[str, list[Any]] = {}  # methods that no code names so far
         left = [function]
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, type):
+            names.update(*map(vars, function.__mro__))
         while left and len(seen) < _LOOKED_AT:
             one = left.pop()
             if id(one) in seen or isinstance(one, _LITERALS):
@@ -89,37 +100,78 @@ class Settings:
                     named = _named_by(one)
                     read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
                     objects.update(place for place, value in named if _is_plain_object(value))
-                    left += [value for _, value in named]
-                    paths = _paths(one.__code__)[1]
-                    written.update((one.__module__, name) for name, *more in paths if not more)
-                    written.update(place for place, _ in _attributes(one, paths))
+                    for _, value in named:
+                        left += [value, *(getattr(value, name, None) for name in _MAKING if isinstance(value, type))]
+                    paths = _paths(one.__code__)
+                    written |= _places(one, paths.written)
+                    filled |= _places(one, paths.filled)
+                    assigned |= paths.assigned
+                    more = names_in(one.__code__) - names
+                    names |= more
+                    for name in more & waiting.keys():
+                        left += waiting.pop(name)
             elif isinstance(one, type):
                 if _is_programs_class(one):
-                    left += [*map(_function_of, vars(one).values()), *one.__bases__]
+                    left += one.__bases__
+                    for name, value in vars(one).items():
+                        waits = name not in names and _waits(one, name, value)
+                        (waiting.setdefault(name, []) if waits else left).append(_function_of(value))
             else:
                 left += _parts_of(one)
-        self._values: list[tuple[types.ModuleType, Callable[[Any], Any], Any]] = []
+        literals = {module: _literals_of(module) for module in {module for module, _ in read}}
+        values: dict[tuple[str, bool], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], Any] = {}
         for (module, name), value in read.items():
-            literals, of_object = _literals_of(module), (module, name.rpartition(".")[0]) in objects
-            if (module, name) not in written and (of_object or name in literals):
-                self._values.append((sys.modules[module], operator.attrgetter(name), copy.deepcopy(value)))
-                if of_object or not _is_same(value, literals[name]):
+            owner, of_class, last = name.rpartition(".")
+            of_object = (module, owner) in objects
+            is_written = (module, name) in written or (of_class and last in assigned)
+            is_filled = isinstance(value, _CONTAINERS) and ((module, name) in filled or not _is_literal(value))
+            if (of_object or name in literals[module]) and not is_written and not is_filled:
+                values.setdefault((module, isinstance(value, _CONTAINERS)), {})[name] = copy.deepcopy(value)
+                if of_object or not _is_same(value, literals[module][name]):
                     self.changed[module, name] = value
+        # Of each module, those that can't change and containers: how to read them (with an extra name, so that it
+        # always gives a tuple), and their values.
+        self._values = []
+        for (module, _), group in values.items():
+            first = next(iter(group))
+            self._values.append(
+                (sys.modules[module], operator.attrgetter(first, *group), [group[first], *group.values()])
+            )
 
     def are_as_before(self) -> bool:
         """Whether all have the values that they had when this was made."""
         try:
-            return all(_is_same(get(module), value) for module, get, value in self._values)
+            return all(_are_same(get(module), values) for module, get, values in self._values)
         except AttributeError:
             return False
+
+
+def _are_same(values: tuple[Any, ...], others: list[Any]) -> bool:
+    return all(map(operator.is_, values, others)) or all(map(_is_same, values, others))
 
 
 def _is_same(value: Any, other: Any) -> bool:
     try:
         return type(value) is type(other) and bool(value == other)
-    except Exception:  # there are tensors in it
+    except Exception:  # an array, which was put into a container
         return False
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_literal, value)) and all(map(_is_literal, value.values()))
+    return isinstance(value, SINGLE) or (isinstance(value, _CONTAINERS) and all(map(_is_literal, value)))
+
+
+def _waits(cls: type, name: str, value: Any) -> bool:
+    """Whether something in a class is code that is called only by its name."""
+    if not isinstance(_function_of(value), types.FunctionType):
+        return False
+    if name in _MAKING:
+        return True
+    is_special = name.startswith("__") and name.endswith("__")
+    return not is_special and not any(name in vars(base) for base in cls.__mro__ if not _is_programs_class(base))
 
 
 def _parts_of(obj: Any) -> list[Any]:
@@ -163,10 +215,16 @@ def _named_by(function: types.FunctionType) -> list[tuple[tuple[str, str], Any]]
     around = function.__module__ if travels_by_name(function) else ""
     inner = function.__code__.co_freevars
     own = [(("" if name in inner else around, name), value) for name, value in used_by(function).items()]
-    return own + _attributes(function, _paths(function.__code__)[0])
+    return own + _attributes(function, _paths(function.__code__).read)
 
 
-def _attributes(function: types.FunctionType, paths: tuple[tuple[str, ...], ...]) -> list[tuple[tuple[str, str], Any]]:
+def _places(function: types.FunctionType, paths: frozenset[tuple[str, ...]]) -> set[tuple[str, str]]:
+    """Where these paths lead from a function."""
+    globals_of = ((function.__module__, path[0]) for path in paths if len(path) == 1)
+    return {*globals_of, *(place for place, _ in _attributes(function, paths))}
+
+
+def _attributes(function: types.FunctionType, paths: frozenset[tuple[str, ...]]) -> list[tuple[tuple[str, str], Any]]:
     """What lies at these paths in the program's own modules, in classes and objects there, from names of a function."""
     found, named = [], used_by(function) if paths else {}
     around = function.__module__ if travels_by_name(function) else ""
@@ -192,26 +250,55 @@ def _is_own(module: str) -> bool:
     return own_file(module) is not None
 
 
+class _Paths(NamedTuple):
+    """What a function, and those in it, do with what they refer to: ("config", "rate") for `config.rate`.
+
+    Attributes:
+        filled: what may have its entries changed there, if it is a container.
+        assigned: attributes of what may be a class: of `cls`, of `type(self)`.
+    """
+
+    read: frozenset[tuple[str, ...]]
+    written: frozenset[tuple[str, ...]]
+    filled: frozenset[tuple[str, ...]]
+    assigned: frozenset[str]
+
+
 @functools.lru_cache(maxsize=4096)
-def _paths(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-    """What a function, and those in it, read and write of what they refer to: ("config", "rate") for `config.rate`."""
-    read, written = set[tuple[str, ...]](), set[tuple[str, ...]]()
+def _paths(code: types.CodeType) -> _Paths:
+    read, written, filled = set[tuple[str, ...]](), set[tuple[str, ...]](), set[tuple[str, ...]]()
+    assigned, fills = set[str](), False
     path: tuple[str, ...] = ()
+    loaded: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             path = (step.argval,)
+            read.add(path)
         elif path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if step.argval not in _READING:
+                filled.add(path)
             path = (*path, step.argval)
             read.add(path)
         elif step.opname not in ("PRECALL", "CACHE"):
-            if step.opname in ("STORE_ATTR", "STORE_GLOBAL"):
-                written.add((*(path if step.opname == "STORE_ATTR" else ()), step.argval))
+            if step.opname == "STORE_GLOBAL":
+                written.add((step.argval,))
+            elif step.opname == "STORE_ATTR" and path:
+                written.add((*path, step.argval))
+            elif step.opname == "STORE_ATTR" and loaded != "self":
+                assigned.add(step.argval)
+            fills = fills or step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR")
             path = ()
+        loaded = step.argval[-1] if isinstance(step.argval, tuple) and step.argval else step.argval
+    if fills:
+        filled |= read
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for of_this, of_those in zip((read, written), _paths(constant), strict=True):
-                of_this.update(of_those)
-    return tuple(sorted(read)), tuple(sorted(written))
+            inner = _paths(constant)
+            read |= inner.read
+            written |= inner.written
+            filled |= inner.filled
+            assigned |= inner.assigned
+    return _Paths(frozenset(read), frozenset(written), frozenset(filled), frozenset(assigned))
 
 
 def _literals_of(module: str) -> dict[str, Any]:

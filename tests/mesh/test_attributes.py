@@ -218,7 +218,7 @@ def test_what_is_read_is_seen_when_it_changes(mesh, change):
     assert torch.equal(step(x).full(), model.step(x)) and not torch.equal(model.step(x), before)
 
 
-def read_of(obj: Any) -> float:
+def read_of(obj: Any, text: str = "") -> float:
     return obj.hidden
 
 
@@ -230,6 +230,9 @@ class Passing:
 
     def passed(self, x):
         return x + read_of(self)
+
+    def passed_before_a_text(self, x):
+        return x + read_of(self, "".join(["a", "b"]))
 
     def asked(self, x):
         return x + getattr(self, "hid" + "den")
@@ -249,6 +252,9 @@ class Passing:
 
     def local(self, x):
         return x + locals()["self"].hidden
+
+    def local_by_vars(self, x):
+        return x + vars()["self"].hidden
 
     def called(self, x):
         return self(x)
@@ -304,6 +310,65 @@ def test_objects_of_which_more_may_be_read_are_whole(mesh, way):
     for value in (1.0, 2.0, 3.0):
         values["hidden"] = value
         assert step(torch.zeros(2)).full().tolist() == [value] * 2
+
+
+class Depth:
+    """Sets an attribute of another object for a while."""
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+
+    def __enter__(self):
+        self.owner.depth = 3.0
+
+    def __exit__(self, *_):
+        self.owner.depth = 0.0
+
+
+class Deep:
+    def __init__(self) -> None:
+        self.deeper, self.depth = Depth(self), 0.0
+
+    def step(self, x):
+        with self.deeper:
+            return x * self.depth
+
+
+class Counted:
+    turns = 0
+
+    def step(self, x):
+        Counted.turns += 1
+        try:
+            return 3 * x * self.turns
+        finally:
+            Counted.turns -= 1
+
+
+def noting_in_a_hook():
+    noted, model = types.SimpleNamespace(), nn.Identity()
+
+    def hook(module, inputs, output):
+        noted.output = output
+
+    model.register_forward_hook(hook)
+
+    def step(x):
+        model(3.0 * x)
+        return noted.output
+
+    return step
+
+
+MAKE = {"context": lambda: Deep().step, "class": lambda: Counted().step, "hook": noting_in_a_hook}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_what_something_else_in_a_step_sets(mesh, make):
+    """The step had a part of the object, while what it calls set the whole one's attributes."""
+    step = spmd(make(), mesh=mesh)
+    for value in (1.0, 2.0):
+        assert step(torch.full((2,), value)).full().tolist() == [3 * value] * 2
 
 
 def test_what_other_methods_refer_to(mesh, sent):

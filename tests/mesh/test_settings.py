@@ -63,6 +63,25 @@ class Images:
     def __getitem__(self, index):
         return torch.ones(size)
 
+epochs = 3
+tallies = {"scaled": 0, "kept": 0}
+
+class Runner:
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.name = f"runner {Runner.made}"
+        self.rate = Config.rate
+
+    def step(self, x):
+        tallies["scaled"] += 1
+        tallies.update(kept=1)
+        return x * 2
+
+    def fit(self, step, x):
+        return [step(x) for _ in range(epochs)]
+
 import config_of_test as this
 ready = False
 
@@ -135,8 +154,38 @@ def test_what_an_object_on_a_rank_reads(shared_mesh, config, monkeypatch):
     mesh = shared_mesh({"data": 2})
     assert mesh.remote(config.Net)(torch.ones(1)).get() == 1
     monkeypatch.setattr(config, "gain", 3.0)
-    with pytest.raises(SpecError, match=r"^config_of_test\.gain"):
-        mesh.remote(config.Net)
+    for cls in (config.Net, functools.partial(config.Net)):
+        with pytest.raises(SpecError, match=r"^config_of_test\.gain"):
+            mesh.remote(cls)
+    for owner, name in [(config, "epochs"), (config.Config, "rate")]:
+        with (
+            monkeypatch.context() as changed,
+            pytest.raises(SpecError, match=rf"^config_of_test\.\w*\.?{name}"),
+        ):
+            changed.setattr(owner, name, 5)
+            mesh.remote(config.Runner)
+
+
+def test_what_the_step_does_not_call_and_what_it_counts(shared_mesh, config, monkeypatch):
+    """What the rest of a trainer reads, what its objects are counted with, and tables of counters."""
+    mesh, x = shared_mesh({"data": 2}), torch.ones(2)
+    runner = config.Runner()
+    monkeypatch.setattr(config, "epochs", 5)
+    runner.step(x)
+    assert config.Runner.made == 1 and config.tallies == {"scaled": 1, "kept": 1}
+    results = runner.fit(spmd.spmd(runner.step, mesh=mesh), x)
+    assert [result.tolist() for result in results] == [[2.0, 2.0]] * 5
+    assert spmd.spmd(lambda x: config.Runner().step(x), mesh=mesh)(x).tolist() == [2.0, 2.0]
+    with pytest.raises(SpecError, match=r"^config_of_test\.epochs"):
+        spmd.spmd(lambda x: sum(runner.fit(lambda x: x, x)), mesh=mesh)(x)
+
+
+def test_a_tensor_put_into_a_table(shared_mesh, config, monkeypatch):
+    """It was compared like a number, after the first call or before."""
+    step = spmd.spmd(lambda x: x * config.names["first"], mesh=shared_mesh({"data": 2}))
+    for _ in range(2):
+        step(torch.ones(2))
+        monkeypatch.setitem(config.names, "first", torch.ones(2))
 
 
 def test_what_may_differ_between_processes(shared_mesh, config):
