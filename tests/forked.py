@@ -21,7 +21,7 @@ import time
 
 from internals import preloaded
 
-GRACE_SECONDS = 10.0  # for the others, once a rank has failed
+GRACE_SECONDS = float(os.environ.get("FORKED_GRACE", "10"))  # for the others, once a rank has failed
 
 
 def be_rank(rank: int, count: int, folder: str, program: str, arguments: list[str]) -> None:

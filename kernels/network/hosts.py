@@ -62,6 +62,9 @@ class StoreWatch:
             if now - self._lost_at > _GRACE_SECONDS:
                 raise PeerLost(self.lost, 0)
             return
+        if self.progress.unreached is not None:
+            self.lost, self._lost_at = out_of_reach(self._rank, self.progress.unreached), now
+            return
         try:
             text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
             self._debugged = self._store.add(self._debuggers(), 0) > 0

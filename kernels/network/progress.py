@@ -9,7 +9,6 @@ true at one moment, and only grows: a rank begins no region and no collective tw
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import json
 import os
@@ -71,6 +70,9 @@ class StoreProgress:
 
     Args:
         generation: gives the current one; records of earlier ones don't count.
+
+    Attributes:
+        unreached: the error if the store did not answer. Then it is not asked again: each time takes as long.
     """
 
     def __init__(self, store: dist.Store, rank: int, generation: Callable[[], int]):
@@ -85,6 +87,7 @@ class StoreProgress:
         self._read: dict[int, Published | None] = {}
         self._seen, self._next_look = (0, 0), 0.0  # (generation, number of records) of what was read; when to ask again
         self._is_looked_at = False
+        self.unreached: dist.DistNetworkError | None = None
 
     def enter(self, region: int) -> None:
         self.wait, self._at = None, (region, True)
@@ -114,7 +117,7 @@ class StoreProgress:
         if (*now, done) != self._before or now != (self._generation(), self._at, self.wait):
             self._before = *now, done  # perhaps not of one moment
             return
-        if self._before == self._published or has_ended(self._store):
+        if self._before == self._published or self.unreached is not None or has_ended(self._store):
             return
         self._published = self._before  # first: where it fails, the watch says so, and it is not tried again
         generation, _, waits = now
@@ -125,6 +128,8 @@ class StoreProgress:
     def of(self, rank: int) -> Published | None:
         """What another rank has published last, if it has published anything."""
         generation, now = self._generation(), time.monotonic()
+        if self.unreached is not None:
+            return None
         try:
             if now >= self._next_look:
                 self._next_look = now + _SECONDS
@@ -136,8 +141,11 @@ class StoreProgress:
                 return None
             if rank not in self._read:
                 self._read[rank] = self._fetched(self._key(generation, rank))
+        except dist.DistNetworkError as error:
+            self.unreached = error  # as the watch will say
+            return None
         except dist.DistError:
-            return None  # the store is out of reach, as the watch will say
+            return None
         return self._read[rank]
 
     def has_left(self, rank: int) -> bool:
@@ -271,8 +279,12 @@ def _look() -> None:
         with _lock:
             found = tuple(_looked_at)
         for progress in found:
-            with contextlib.suppress(dist.DistError):  # the watch notices that, too
+            try:
                 progress.look()
+            except dist.DistNetworkError as error:  # the watch says so
+                progress.unreached = error
+            except dist.DistError:
+                pass
 
 
 @atexit.register

@@ -8,14 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fork_server import shared_server
 from oracle import reduced
-from patience import HANGS
+from patience import HANGS, until
+from torch import distributed as dist
 
-from spmd import MeshError
+from spmd import MeshError, PeerLost
 from spmd.kernels.network import hosts, interface
 from spmd.kernels.network.hosts import HostWatch
 from spmd.kernels.reduction import divide
@@ -96,6 +98,35 @@ def test_groups_are_split_in_their_own_order() -> None:
     assert watch.split((0, 1, 2, 3, 4)) == [[0, 3], [1, 2], [4]]
     assert watch.split((4, 2, 3)) == [[4], [2], [3]]
     assert watch.split((2, 1)) == [[2, 1]]
+
+
+class Unreached(dist.Store):
+    """Of a host that says nothing; each request takes until a limit."""
+
+    asked = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.asked += 1
+        raise dist.DistNetworkError("Socket Timeout")
+
+
+def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait asks for each of its peers in turn, which took so many times the limit."""
+    monkeypatch.setattr(hosts, "_GRACE_SECONDS", 0.0)
+    store = Unreached()
+    watch = HostWatch.__new__(HostWatch)
+    beyond = hosts.StoreWatch(store, 2)
+    watch.arena = SimpleNamespace(beyond=beyond)
+    beyond.enter(1)
+    try:
+        assert not any(beyond.progress.has_left(rank) for rank in (0, 1, 3) for _ in range(2))
+        assert store.asked == 1
+        beyond.check_peers()
+        with pytest.raises(PeerLost, match=r"rank 2 has lost contact with the meeting place .*Socket Timeout"):
+            until(beyond.check_peers, HANGS)
+        assert store.asked == 1 and "lost contact" in watch.lost
+    finally:
+        beyond.leave()
 
 
 def test_examples() -> None:

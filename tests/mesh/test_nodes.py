@@ -112,9 +112,10 @@ except BaseException as error:
 """
 
 
-def pairs(places: list[namespaces.Node], program: str) -> list[subprocess.Popen]:
-    """Two ranks on each node, forks of one process there, whose group they are."""
+def pairs(places: list[namespaces.Node], program: str, grace: float = 10.0) -> list[subprocess.Popen]:
+    """Two ranks on each node, forks of one process there, whose group they are; `grace` as for `forked.py`."""
     job = {"SPMD_SIZE": str(2 * len(places)), "SPMD_INIT_METHOD": f"tcp://{places[0].address}:29511"}
+    job["FORKED_GRACE"] = str(grace)
     return [
         node.start(
             [sys.executable, str(Path(__file__).parents[1].joinpath("forked.py")), "2", program],
@@ -137,7 +138,7 @@ def test_a_node_that_is_lost(how: str, count: int, which: int, tmp_path: Path) -
     """Every rank that still runs ends, in time and with a clear error; no half of the job goes on."""
     timeout = TIMEOUT * max(1.0, slowness() / 4)  # it bounds how long ranks wait for each other at the beginning, too
     with namespaces.nodes(count) as places:
-        started = pairs(places, script(tmp_path, GOING.replace("SECONDS", str(timeout))))
+        started = pairs(places, script(tmp_path, GOING.replace("SECONDS", str(timeout))), 10.0 + timeout)
         lost = started[which]
         try:
             for process in started:
