@@ -36,8 +36,13 @@ class StoreWatch:
         self.progress = StoreProgress(store, rank, lambda: self.generation)
         self._call, self._waits_from = "", 0.0  # the region's call; when a wait in it began, or last published it
         self._next_look = self._lost_at = 0.0
-        self.lost: str | None = None  # the error if the store did not answer; then it is not asked again
         self._debugged = False  # some rank was at the prompt of a debugger at the last look
+
+    @property
+    def lost(self) -> str | None:
+        """The error if the store did not answer; then it is not asked again."""
+        error = self.progress.unreached
+        return None if error is None else out_of_reach(self._rank, error)
 
     def enter(self, region: int, call: str = "") -> None:
         self.region, self._call, self._waits_from = region, call, 0.0
@@ -59,18 +64,16 @@ class StoreWatch:
         if now < self._next_look:
             return
         if self.lost is not None:
+            self._lost_at = self._lost_at or now
             if now - self._lost_at > _GRACE_SECONDS:
                 raise PeerLost(self.lost, 0)
-            return
-        if self.progress.unreached is not None:
-            self.lost, self._lost_at = out_of_reach(self._rank, self.progress.unreached), now
             return
         try:
             text = self._store.get(self._key()).decode(errors="replace") if self._store.check([self._key()]) else ""
             self._debugged = self._store.add(self._debuggers(), 0) > 0
             other = self._other_call(now) if self._call else None
         except dist.DistError as error:
-            self.lost, self._lost_at = out_of_reach(self._rank, error), now
+            self.progress.unreached, self._lost_at = error, now
             return
         finally:
             self._next_look = time.monotonic() + self._seconds

@@ -87,7 +87,7 @@ class StoreProgress:
         self._read: dict[int, Published | None] = {}
         self._seen, self._next_look = (0, 0), 0.0  # (generation, number of records) of what was read; when to ask again
         self._is_looked_at = False
-        self.unreached: dist.DistNetworkError | None = None
+        self.unreached: Exception | None = None
 
     def enter(self, region: int) -> None:
         self.wait, self._at = None, (region, True)
