@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ...kernels import torch_private
 from .functions import travels_by_name
-from .references import OWN, Reader, content_of, parts_of_function, used_by
+from .references import OWN, Reader, content_of, function_of, parts_of_function, used_by
 
 _METACLASSES = (type, abc.ABCMeta)
 # What a class must have as `object` has it. A module's has not, and is told apart from its copies by `functional`.
@@ -68,7 +68,7 @@ class Reads(NamedTuple):
     def parts(self, obj: Any) -> list[Any]:
         """What is read, the class as such, and all code in which the names were found, as it is now."""
         of_class = self.of_class(type(obj))
-        codes = (getattr(_function_of(one), "__code__", None) for one in of_class.values())
+        codes = (getattr(function_of(one), "__code__", None) for one in of_class.values())
         parts = [self.attributes(obj), weakref.ref(type(obj)), *codes]
         return [*parts, of_class] if self.by_value else parts
 
@@ -223,7 +223,7 @@ def _reads_of(cls: type, functions: list[Any], read: frozenset[str] = frozenset(
             names[name] = None
             found = (_in_class(cls, name) or {}).get(name)
             if isinstance(found, types.FunctionType | property):
-                todo.append(_function_of(found))
+                todo.append(function_of(found))
             elif hasattr(type(found), "__get__") and not isinstance(found, without_object):
                 return None
         if not todo:
@@ -249,10 +249,6 @@ def _is_plain(cls: type) -> bool:
 def _in_class(cls: type, name: str) -> Any:
     """The attributes of the class among its bases that has this one; None if none has."""
     return next((vars(one) for one in cls.__mro__ if name in vars(one)), None)
-
-
-def _function_of(found: Any) -> Any:
-    return found.fget if isinstance(found, property) else found
 
 
 def _read_by(code: types.CodeType) -> frozenset[str] | None:

@@ -219,6 +219,13 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(names_in, inner))
 
 
+def function_of(attribute: Any) -> Any:
+    """The function of a class's method or property; anything else as it is."""
+    if isinstance(attribute, _OF_CLASSES):
+        return attribute.fget if isinstance(attribute, property) else attribute.__func__
+    return attribute
+
+
 def content_of(cell: Any) -> Any:
     try:
         return cell.cell_contents

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import operator
@@ -21,6 +22,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...kernels.callsite import is_our_file
+from .functions import travels_by_name
 
 _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
@@ -120,6 +122,17 @@ def own_file(name: str) -> str | None:
     # The path as it is first, since resolving links takes 0.1 s for hundreds of modules.
     installed = _is_installed(file) or _is_installed(os.path.realpath(file))
     return file if not installed and os.path.exists(file) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_own(module: str) -> bool:
+    """Whether an imported module is one of the program's own."""
+    return own_file(module) is not None
+
+
+def is_programs(obj: types.FunctionType | type) -> bool:
+    """Whether a function or a class belongs to the program: it travels by value, or is of one of its modules."""
+    return not travels_by_name(obj) or is_own(obj.__module__)
 
 
 def _is_installed(path: str) -> bool:

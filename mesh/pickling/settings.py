@@ -9,26 +9,23 @@ may differ by process. Of an object, such as `config.args`, all that is read doe
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import dis
 import functools
 import importlib
 import inspect
 import operator
-import os
 import sys
 import types
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.errors import SpecError
 from .functions import named_in, travels_by_name
-from .references import OWN, SINGLE, attributes_of, names_in, used_by
-from .reloading import own_file
+from .literals import literals_of
+from .references import OWN, SINGLE, attributes_of, function_of, names_in, used_by
+from .reloading import is_own, is_programs
 
 _CONTAINERS = (tuple, list, dict, set)
 _LITERALS = (*SINGLE, *_CONTAINERS)
@@ -96,7 +93,7 @@ class Settings:
                 continue
             seen.add(id(one))
             if isinstance(one, types.FunctionType):
-                if _is_programs(one):
+                if is_programs(one):
                     named = _named_by(one)
                     read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
                     objects.update(place for place, value in named if _is_plain_object(value))
@@ -115,10 +112,10 @@ class Settings:
                     left += one.__bases__
                     for name, value in vars(one).items():
                         waits = name not in names and _waits(one, name, value)
-                        (waiting.setdefault(name, []) if waits else left).append(_function_of(value))
+                        (waiting.setdefault(name, []) if waits else left).append(function_of(value))
             else:
                 left += _parts_of(one)
-        literals = {module: _literals_of(module) for module in {module for module, _ in read}}
+        literals = {module: literals_of(module) for module in {module for module, _ in read}}
         values: dict[tuple[str, bool], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], Any] = {}
         for (module, name), value in read.items():
@@ -166,7 +163,7 @@ def _is_literal(value: Any) -> bool:
 
 def _waits(cls: type, name: str, value: Any) -> bool:
     """Whether something in a class is code that is called only by its name."""
-    if not isinstance(_function_of(value), types.FunctionType):
+    if not isinstance(function_of(value), types.FunctionType):
         return False
     if name in _MAKING:
         return True
@@ -187,19 +184,8 @@ def _parts_of(obj: Any) -> list[Any]:
     return [getattr(obj, "__dict__", {}).get("__wrapped__")]
 
 
-def _function_of(attribute: Any) -> Any:
-    """The function of a class's method or property."""
-    if isinstance(attribute, staticmethod | classmethod):
-        return attribute.__func__
-    return attribute.fget if isinstance(attribute, property) else attribute
-
-
-def _is_programs(function: types.FunctionType) -> bool:
-    return not travels_by_name(function) or _is_own(function.__module__)
-
-
 def _is_programs_class(cls: type) -> bool:
-    return cls.__module__ == "__main__" or _is_own(cls.__module__)
+    return cls.__module__ == "__main__" or is_own(cls.__module__)
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -238,16 +224,11 @@ def _attributes(function: types.FunctionType, paths: frozenset[tuple[str, ...]])
             elif not module or not _is_plain_object(owner):
                 break
             owner = inspect.getattr_static(owner, name, _MISSING)
-            if owner is _MISSING or not _is_own(module):
+            if owner is _MISSING or not is_own(module):
                 break
             found.append(((module, inside + name), owner))
             inside += f"{name}."
     return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_own(module: str) -> bool:
-    return own_file(module) is not None
 
 
 class _Paths(NamedTuple):
@@ -299,49 +280,3 @@ def _paths(code: types.CodeType) -> _Paths:
             filled |= inner.filled
             assigned |= inner.assigned
     return _Paths(frozenset(read), frozenset(written), frozenset(filled), frozenset(assigned))
-
-
-def _literals_of(module: str) -> dict[str, Any]:
-    file = own_file(module)
-    return {} if file is None else _literals_in(file, os.stat(file).st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=256)
-def _literals_in(file: str, _: int) -> dict[str, Any]:
-    """What a file assigns once, as a literal, in the module or in a class's body; its qualified name -> the value."""
-    with open(file, "rb") as source:
-        try:
-            tree = ast.parse(source.read())
-        except SyntaxError:
-            return {}
-    return dict(_assigned(tree, ""))
-
-
-def _assigned(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[str, Any]]:
-    times = Counter(_stored(scope))
-    for node in scope.body:
-        if isinstance(node, ast.ClassDef):
-            yield from _assigned(node, f"{prefix}{node.name}.")
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and times[target.id] == 1:
-                try:
-                    value = ast.literal_eval(node.value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    continue
-                if value or isinstance(value, SINGLE):  # an empty container is there to collect things
-                    yield prefix + target.id, value
-
-
-def _stored(node: ast.AST) -> Iterator[str]:
-    """The names that a scope's statements bind, as often as they do, without those of functions and classes in it."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store | ast.Del):
-            yield child.id
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child.name
-        elif isinstance(child, ast.alias):
-            yield (child.asname or child.name).partition(".")[0]
-        elif not isinstance(child, ast.Lambda):
-            yield from _stored(child)

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from ...kernels import torch_private
 from ...kernels.errors import message
 from ...kernels.torch_private import version
-from ..pickling.functions import travels_by_name
 from ..pickling.references import DEPTH, LOOKED_INTO, OF_MODULES, SCALARS, attributes_of, bytes_of_array, used_by
-from ..pickling.reloading import own_file
+from ..pickling.reloading import is_programs
 from .generators import is_seeded, random_state
 
 _LOOKED_AT = 4096  # objects at most, and values of an array
@@ -77,7 +76,7 @@ class CapturedState:
         for obj, name in reached(functions, whole):
             looks = _looks_at(obj, name)
             if isinstance(obj, nn.Module):
-                own = [_attributes_of_module(obj, name, buffers)] if _is_users(type(obj)) else []
+                own = [_attributes_of_module(obj, name, buffers)] if is_programs(type(obj)) else []
                 looks = [*_looks_at_metrics(obj, name), *own, *looks]
             self._looks += [(obj, look) for look in looks]
 
@@ -161,7 +160,7 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         compiled = torch_private.uncompiled(obj)
         if compiled is not None:
             yield compiled, name
-        elif _is_users(obj):
+        elif is_programs(obj):
             yield from ((value, named) for named, value in used_by(obj).items())
             defaults = (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
             yield from ((value, f"a default argument of {obj.__qualname__}") for value in defaults)
@@ -179,21 +178,16 @@ def _inside(obj: Any, name: str) -> Iterator[tuple[Any, str]]:
         yield from ((value, f"{name}[{index}]") for index, value in enumerate(obj))
     elif isinstance(obj, nn.Module):
         yield from ((child, f"{name}.{key}") for key, child in obj.named_children())
-        if _is_users(type(obj)):
+        if is_programs(type(obj)):
             yield from ((value, f"{name}.{key}") for key, value in vars(obj).items() if key not in OF_MODULES)
-    elif _is_users(type(obj)) or isinstance(obj, _OF_THE_PROGRAM):
+    elif is_programs(type(obj)) or isinstance(obj, _OF_THE_PROGRAM):
         yield from ((value, f"{name}.{key}") for key, value in attributes_of(obj).items())
-
-
-def _is_users(obj: types.FunctionType | type) -> bool:
-    """Whether a function or a class belongs to the program: a package may keep state of its own."""
-    return not travels_by_name(obj) or own_file(obj.__module__) is not None
 
 
 def _looks_at(obj: Any, name: str) -> list[_Look]:
     """Functions that tell later whether the object itself has changed."""
     if isinstance(obj, types.FunctionType):
-        return [_names_of(lambda: {**used_by(obj), **vars(obj)}, "{}")] if _is_users(obj) else []
+        return [_names_of(lambda: {**used_by(obj), **vars(obj)}, "{}")] if is_programs(obj) else []
     if isinstance(obj, list | deque):
         return [_items_of(obj, name)] if len(obj) <= _LOOKED_AT else []
     if isinstance(obj, Counter):
@@ -206,9 +200,9 @@ def _looks_at(obj: Any, name: str) -> list[_Look]:
         return [_value_of(functools.partial(bytes_of_array, obj, _LOOKED_AT), f"an element of {name}", WAY)]
     if found := _looks_at_generator(obj, name):
         return found
-    if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not _is_users(type(obj))):
+    if hasattr(type(obj), "__next__") and (hasattr(type(obj), "__length_hint__") or not is_programs(type(obj))):
         return [_value_of(functools.partial(_position_of, obj), f"items taken from {name}", WAY)]
-    if (_is_users(type(obj)) or isinstance(obj, _OF_THE_PROGRAM)) and not isinstance(obj, nn.Module):
+    if (is_programs(type(obj)) or isinstance(obj, _OF_THE_PROGRAM)) and not isinstance(obj, nn.Module):
         return [_names_of(functools.partial(_attributes_of, obj), name + ".{}")]
     return []
 
