@@ -80,11 +80,17 @@ class Asked:
         return self._answers.of(self._index)
 
     def tree(
-        self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
+        self,
+        descriptions: tuple[bytes, ...],
+        deal: Deal | None,
+        *,
+        name: str,
+        ragged: bool = False,
+        remedies: agreement.Remedies,
     ) -> Any:
         """Its tree of Arrays, from each rank's description; for the arguments see `fill`."""
         where = self._answers.where
-        found = agreement.of_batch(self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy)
+        found = agreement.of_batch(self.layout, descriptions, name=name, where=where, ragged=ragged, remedies=remedies)
         return found.tree(self.values.arrays(None, found.metas, deal=deal))
 
 
