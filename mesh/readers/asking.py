@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.interrupts import uninterrupted
-from .. import agreement, protocol
+from .. import protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
 from ..driver.pending import Pure, Task
@@ -25,6 +25,7 @@ from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
 from ..mesh import Mesh
+from ..replication import agreement
 from ..spec import Layout
 
 BRIEF_SECONDS = 0.005  # for reading a batch; a message takes a tenth of that

@@ -13,12 +13,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import agreement, trees
+from .. import trees
 from ..array import Meta, meta
 from ..batch import Deal
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
+from ..replication import agreement
 from ..replication.reports import OutputMeta, tensors_among
 from ..spec import RAGGED, Layout, split_sizes
 from .asking import Asked, Reader, ask

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from .. import trees
-from ..agreement import Remedies
 from ..put import as_tensor
 from ..rank.session import RankSession
 from ..readers.asking import Reader
 from ..readers.filled import fill
+from ..replication.agreement import Remedies
 from ..replication.reports import OutputMeta
 from ..spec import P
 from .handle import named

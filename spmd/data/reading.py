@@ -18,13 +18,14 @@ import torch
 from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, add_note
 from ..kernels.flat import as_bytes
-from ..mesh import agreement, trees
+from ..mesh import trees
 from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
 from ..mesh.readers.stacked import Stacked
+from ..mesh.replication import agreement
 from ..mesh.replication.reports import OutputMeta
 from ..mesh.replication.values import same_value
 from ..mesh.spec import REPLICATED, P, block_of, split_sizes

@@ -12,15 +12,15 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..kernels.errors import SpecError, kind_text
-from . import trees
-from .array import Array, Meta, meta
-from .failure import ranks_text
-from .replication import values
-from .replication.net import RANDOM
-from .replication.reports import OutputMeta, Outputs, decode_all, told_among, with_values
-from .replication.values import Check
-from .spec import Layout, P, ragged_shape
+from ...kernels.errors import SpecError, kind_text
+from .. import trees
+from ..array import Array, Meta, meta
+from ..failure import ranks_text
+from ..spec import Layout, P, ragged_shape
+from . import values
+from .net import RANDOM
+from .reports import OutputMeta, Outputs, decode_all, told_among, with_values
+from .values import Check
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
