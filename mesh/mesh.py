@@ -21,12 +21,12 @@ from ..kernels.communicator import Communicator
 from ..kernels.errors import MeshError, RankOnly
 from ..kernels.interrupts import uninterrupted
 from . import running
+from .arguments import check_arguments, check_same, hosts_of, layout_of, no_mesh, threads_of
 from .display import drawing, stacks, status
 from .driver import lost_values
 from .driver.session import DriverSession
 from .hosts.host_list import HostList
 from .launch import launched
-from .launch.arguments import check_arguments, check_same, hosts_of, layout_of, no_mesh, threads_of
 from .launch.rendezvous import launch_of_process
 from .rank import devices
 from .rank.session import RankSession

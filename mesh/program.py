@@ -20,7 +20,6 @@ import torch
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import draw_as_eager, has_compiler, version, versions
 from . import donation, trees
-from .agreement import path_in
 from .ambient import Ambient
 from .array import Array
 from .batch import BatchSplit
@@ -31,6 +30,7 @@ from .rank.held import HeldArrays
 from .rank.session import RankSession
 from .region import Noted, Region, run_body
 from .remote.handle import Remote
+from .replication.agreement import path_in
 from .replication.first_calls import CHOICES
 from .replication.following import follow
 from .replication.net import NOTHING, Net, Varying, marked

@@ -18,12 +18,12 @@ import torch
 from ..kernels.arguments import arrived, check_value
 from ..kernels.errors import SpecError
 from . import trees
-from .agreement import called, path_in
 from .array import Array
 from .pickling.unpicklable import sending_result
 from .put import as_tensor
 from .rank.lasting_values import KnownLayout
 from .rank.session import RankSession
+from .replication.agreement import called, path_in
 from .replication.net import Net, plain_number
 from .replication.reports import TELLABLE, OutputMeta, Told, encode, specs_of, telling, tensors_among, told_among
 from .replication.values import Check, prints_of_all, prints_of_scalars, same_value, scalars_among, tensor_print

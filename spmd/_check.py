@@ -29,12 +29,12 @@ from .kernels.torch_private import (
     operation_name,
 )
 from .mesh import trees
-from .mesh.agreement import called, refuse_apart, refuse_varying
 from .mesh.ambient import ambient
 from .mesh.array import Array, meta
 from .mesh.program import CompiledCall
 from .mesh.put import is_array
 from .mesh.rank.planned import PlannedSession
+from .mesh.replication.agreement import called, refuse_apart, refuse_varying
 from .mesh.replication.reports import OutputMeta
 from .mesh.replication.values import Check
 from .mesh.request import Request

@@ -16,11 +16,11 @@ import torch
 from .kernels.arguments import check_value
 from .kernels.errors import SpecError
 from .mesh import trees
-from .mesh.agreement import path_in, refuse_varying
 from .mesh.launch.alike import given_argument, refuse_differing
 from .mesh.program import describe_path
 from .mesh.put import specs_for
 from .mesh.region import Region
+from .mesh.replication.agreement import path_in, refuse_varying
 from .mesh.replication.following import follow
 from .mesh.replication.net import Net, active, mark, marked, plain_number
 from .mesh.replication.reports import OutputMeta

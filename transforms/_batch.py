@@ -58,18 +58,9 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     if len(cut) + len(whole) < len(leaves):
         refuse_lists(tree, total or 0, name)
     mine = block_of(total or 0, session.layout.axes[axis], session.layout.coords(session.rank)[axis])
-    virtual = None
-    if argument.shards is not None:
-        sizes = region.batch.sizes if cut else None
-        virtual = VirtualShards.of(session.layout, session.rank, axis, argument.shards, total or 0, sizes)
-    expected = len(mine) if virtual is None else virtual.here
-    if cut and virtual is not None and here != expected:
-        raise SpecError(
-            "a batch's parts are not those of its virtual shards",
-            got=f"{here} samples of {total}",
-            where=session.where(),
-            remedy="pass the batch as the Loader gave it, or whole; let a collate_fn make one row of each sample",
-        )
+    virtual = None if argument.shards is None else _virtual(region, argument, here, total or 0)
+    if here is None:
+        here = len(mine) if virtual is None else virtual.here
 
     def part(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -89,7 +80,23 @@ def part_of(region: Region, tree: Any, argument: BatchArgument, name: str) -> Pa
     if virtual is not None:
         virtual.tree = tree
     tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    return Part(tree, tensors, expected if here is None else here, total or 0, virtual)
+    return Part(tree, tensors, here, total or 0, virtual)
+
+
+def _virtual(region: Region, argument: BatchArgument, here: int | None, total: int) -> VirtualShards:
+    """The virtual shards of a batch of which this rank has `here` samples already, or that is whole."""
+    session = region.session
+    assert argument.shards is not None
+    sizes = None if here is None else region.batch.sizes
+    virtual = VirtualShards.of(session.layout, session.rank, argument.axis, argument.shards, total, sizes)
+    if here not in (None, virtual.here):
+        raise SpecError(
+            "a batch's parts are not those of its virtual shards",
+            got=f"{here} samples of {total}",
+            where=session.where(),
+            remedy="pass the batch as the Loader gave it, or whole; let a collate_fn make one row of each sample",
+        )
+    return virtual
 
 
 def _lengths(

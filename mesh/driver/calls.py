@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.errors import SpecError
-from .. import agreement, protocol, trees
+from .. import protocol, trees
 from ..array import Meta
 from ..program import PlannedCall, Program, describe_path
+from ..replication import agreement
 from ..replication.first_calls import Kind
 from ..replication.reports import decode_all, what_was_told
 from ..replication.values import Check, check_of

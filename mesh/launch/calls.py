@@ -22,14 +22,15 @@ import torch
 from ...kernels.call import other_calls, word_key
 from ...kernels.flat import storages
 from ...kernels.torch_private import in_torch_func
-from .. import agreement, trees
-from ..agreement import path_in
+from .. import trees
 from ..ambient import made_within_torch_func
 from ..array import Array
 from ..batch import Deal
 from ..program import CompiledCall, InputPlan, Outcome, Program, describe_path
 from ..rank.local_values import LocalValues
 from ..rank.session import RankSession
+from ..replication import agreement
+from ..replication.agreement import path_in
 from ..replication.reports import decode_all
 from ..replication.values import Check, check_of
 from ..request import Settled, Span, passable

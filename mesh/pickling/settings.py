@@ -69,61 +69,18 @@ def _read(settings: dict[tuple[str, str], Any], obj: Any) -> Any:
 class Settings:
     """The settings that a function, or what it calls, reads and does not write, where a file or an object has them.
 
-    Looked through are functions, those of the program's own modules too, and of the classes of what they use those
-    methods that code there names, or that others call: `__getitem__`, and what an installed base has, as `forward`. Of
-    a class that is sent itself, as that of a remote object, all are.
-
     Attributes:
         changed: those that may have another value than a rank finds: (module, qualified name) -> value.
     """
 
     def __init__(self, function: Any):
-        read: dict[tuple[str, str], Any] = {}
-        written, filled, objects = set[tuple[str, str]](), set[tuple[str, str]](), set[tuple[str, str]]()
-        assigned, names, seen = set[str](), set[str](), set[int]()
-        waiting: dict[str, list[Any]] = {}  # methods that no code names so far
-        left = [function]
-        while isinstance(function, functools.partial):
-            function = function.func
-        if isinstance(function, type):
-            names.update(*map(vars, function.__mro__))
-        while left and len(seen) < _LOOKED_AT:
-            one = left.pop()
-            if id(one) in seen or isinstance(one, _LITERALS):
-                continue
-            seen.add(id(one))
-            if isinstance(one, types.FunctionType):
-                if is_programs(one):
-                    named = _named_by(one)
-                    read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
-                    objects.update(place for place, value in named if _is_plain_object(value))
-                    for _, value in named:
-                        left += [value, *(getattr(value, name, None) for name in _MAKING if isinstance(value, type))]
-                    paths = _paths(one.__code__)
-                    written |= _places(one, paths.written)
-                    filled |= _places(one, paths.filled)
-                    assigned |= paths.assigned
-                    more = names_in(one.__code__) - names
-                    names |= more
-                    for name in more & waiting.keys():
-                        left += waiting.pop(name)
-            elif isinstance(one, type):
-                if _is_programs_class(one):
-                    left += one.__bases__
-                    for name, value in vars(one).items():
-                        waits = name not in names and _waits(one, name, value)
-                        (waiting.setdefault(name, []) if waits else left).append(function_of(value))
-            else:
-                left += _parts_of(one)
-        literals = {module: literals_of(module) for module in {module for module, _ in read}}
+        seen = _Seen(function)
+        literals = {module: literals_of(module) for module in {module for module, _ in seen.read}}
         values: dict[tuple[str, bool], dict[str, Any]] = {}
         self.changed: dict[tuple[str, str], Any] = {}
-        for (module, name), value in read.items():
-            owner, of_class, last = name.rpartition(".")
-            of_object = (module, owner) in objects
-            is_written = (module, name) in written or (of_class and last in assigned)
-            is_filled = isinstance(value, _CONTAINERS) and ((module, name) in filled or not _is_literal(value))
-            if (of_object or name in literals[module]) and not is_written and not is_filled:
+        for (module, name), value in seen.read.items():
+            of_object = (module, name.rpartition(".")[0]) in seen.objects
+            if (of_object or name in literals[module]) and not seen.writes(module, name, value):
                 values.setdefault((module, isinstance(value, _CONTAINERS)), {})[name] = copy.deepcopy(value)
                 if of_object or not _is_same(value, literals[module][name]):
                     self.changed[module, name] = value
@@ -142,6 +99,70 @@ class Settings:
             return all(_are_same(get(module), values) for module, get, values in self._values)
         except AttributeError:
             return False
+
+
+class _Seen:
+    """What a function, and what it calls, read and write of modules and classes: (module, qualified name).
+
+    Looked through are functions, those of the program's own modules too, and of the classes of what they use those
+    methods that code there names, or that others call: `__getitem__`, and what an installed base has, as `forward`. Of
+    a class that is sent itself, as that of a remote object, all are.
+
+    Attributes:
+        read: values that may be settings.
+        objects: objects whose attributes are settings.
+    """
+
+    def __init__(self, function: Any):
+        self.read: dict[tuple[str, str], Any] = {}
+        self.objects = set[tuple[str, str]]()
+        self._written, self._filled, self._assigned = set[tuple[str, str]](), set[tuple[str, str]](), set[str]()
+        self._names = set[str]()
+        self._waiting: dict[str, list[Any]] = {}  # methods that no code names so far
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, type):
+            self._names.update(*map(vars, function.__mro__))
+        left, seen = [function], set[int]()
+        while left and len(seen) < _LOOKED_AT:
+            one = left.pop()
+            if id(one) in seen or isinstance(one, _LITERALS):
+                continue
+            seen.add(id(one))
+            if isinstance(one, types.FunctionType):
+                left += self._look_at_function(one) if is_programs(one) else ()
+            elif isinstance(one, type):
+                left += self._look_at_class(one) if _is_programs_class(one) else ()
+            else:
+                left += _parts_of(one)
+
+    def writes(self, module: str, name: str, value: Any) -> bool:
+        """Whether any of the code may change this setting."""
+        _, of_class, last = name.rpartition(".")
+        if (module, name) in self._written or (of_class and last in self._assigned):
+            return True
+        return isinstance(value, _CONTAINERS) and ((module, name) in self._filled or not _is_literal(value))
+
+    def _look_at_function(self, function: types.FunctionType) -> list[Any]:
+        """Note what it does; returns what it may call."""
+        named, paths = _named_by(function), _paths(function.__code__)
+        self.read.update((place, value) for place, value in named if isinstance(value, _LITERALS))
+        self.objects.update(place for place, value in named if _is_plain_object(value))
+        self._written |= _places(function, paths.written)
+        self._filled |= _places(function, paths.filled)
+        self._assigned |= paths.assigned
+        more = names_in(function.__code__) - self._names
+        self._names |= more
+        values = [value for _, value in named]
+        made = [getattr(value, name, None) for value in values if isinstance(value, type) for name in _MAKING]
+        return [*values, *made, *(method for name in more for method in self._waiting.pop(name, ()))]
+
+    def _look_at_class(self, cls: type) -> list[Any]:
+        found: list[Any] = list(cls.__bases__)
+        for name, value in vars(cls).items():
+            waits = name not in self._names and _waits(cls, name, value)
+            (self._waiting.setdefault(name, []) if waits else found).append(function_of(value))
+        return found
 
 
 def _are_same(values: tuple[Any, ...], others: list[Any]) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...kernels.interrupts import uninterrupted
-from .. import agreement, protocol
+from .. import protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
 from ..driver.pending import Pure, Task
@@ -25,6 +25,7 @@ from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
 from ..mesh import Mesh
+from ..replication import agreement
 from ..spec import Layout
 
 BRIEF_SECONDS = 0.005  # for reading a batch; a message takes a tenth of that
@@ -80,11 +81,17 @@ class Asked:
         return self._answers.of(self._index)
 
     def tree(
-        self, descriptions: tuple[bytes, ...], deal: Deal | None, *, name: str, ragged: bool = False, remedy: str
+        self,
+        descriptions: tuple[bytes, ...],
+        deal: Deal | None,
+        *,
+        name: str,
+        ragged: bool = False,
+        remedies: agreement.Remedies,
     ) -> Any:
         """Its tree of Arrays, from each rank's description; for the arguments see `fill`."""
         where = self._answers.where
-        found = agreement.of_batch(self.layout, descriptions, name=name, where=where, ragged=ragged, remedy=remedy)
+        found = agreement.of_batch(self.layout, descriptions, name=name, where=where, ragged=ragged, remedies=remedies)
         return found.tree(self.values.arrays(None, found.metas, deal=deal))
 
 

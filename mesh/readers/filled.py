@@ -13,12 +13,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import agreement, trees
+from .. import trees
 from ..array import Meta, meta
 from ..batch import Deal
 from ..launch import launched
 from ..mesh import Mesh
 from ..rank.local_values import LocalValues
+from ..replication import agreement
 from ..replication.reports import OutputMeta, tensors_among
 from ..spec import RAGGED, Layout, split_sizes
 from .asking import Asked, Reader, ask
@@ -35,7 +36,7 @@ def fill(
     *,
     ragged: bool = False,
     collated: bool = False,
-    remedy: str,
+    remedies: agreement.Remedies,
 ) -> list[Callable[[], Any]]:
     """Have every rank read its part of batches; for each a function that waits for it and gives the tree of Arrays.
 
@@ -45,18 +46,18 @@ def fill(
         requests: for each batch the arguments, and how it was dealt.
         ragged: the parts may differ in more than dimension 0.
         collated: a part may have another number of rows than of samples.
-        remedy: for the error if they do and may not.
+        remedies: for the error if they do and may not.
     """
 
     def there(asked: Asked, deal: Deal | None) -> Any:
         descriptions, _ = asked.descriptions()
-        return asked.tree(descriptions, deal, name=name, ragged=ragged, remedy=remedy)
+        return asked.tree(descriptions, deal, name=name, ragged=ragged, remedies=remedies)
 
     return _asked(mesh, reader, requests, there, functools.partial(_read_here, mesh, reader.obj, ragged, collated))
 
 
 def fill_streams(
-    mesh: Mesh, reader: Reader, requests: Sequence[tuple[tuple, Deal]], remedy: str
+    mesh: Mesh, reader: Reader, requests: Sequence[tuple[tuple, Deal]], remedies: agreement.Remedies
 ) -> list[Callable[[], tuple[Any, Found]]]:
     """As `fill`, from virtual streams: each function gives the tree of Arrays, or None, and what was found.
 
@@ -72,7 +73,7 @@ def fill_streams(
         if not any(count for count, _ in found.values()):
             return None, found
         deal = _deal(asked.layout, found, known)
-        return asked.tree(descriptions, deal, name="the Loader's Stream", remedy=remedy), found
+        return asked.tree(descriptions, deal, name="the Loader's Stream", remedies=remedies), found
 
     return _asked(mesh, reader, requests, there, functools.partial(_stream_here, mesh, reader.obj))
 

@@ -9,10 +9,13 @@ from ..put import as_tensor
 from ..rank.session import RankSession
 from ..readers.asking import Reader
 from ..readers.filled import fill
+from ..replication.agreement import Remedies
 from ..replication.reports import OutputMeta
 from ..spec import P
 from .handle import named
 from .reference import Ref
+
+_REMEDIES = Remedies(shapes="return tensors of the same shapes")
 
 
 def on_ranks(mesh: Any, tree: Any) -> Any:
@@ -25,8 +28,7 @@ def _on_ranks(mesh: Any, ref: Ref) -> Any:
     error = ref.exception()  # waits until it is done, and fetches nothing
     if error is not None:
         return ref.get()
-    remedy = "return tensors of the same shapes"
-    (value,) = fill(mesh, f"the result of {ref.label}", Reader(_read), [((name,), None)], remedy=remedy)
+    (value,) = fill(mesh, f"the result of {ref.label}", Reader(_read), [((name,), None)], remedies=_REMEDIES)
     return value()
 
 

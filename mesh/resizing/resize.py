@@ -23,13 +23,13 @@ from ...kernels.errors import MeshError, PeerLost
 from ...kernels.interrupts import uninterrupted
 from ...kernels.limits import named_limits
 from .. import protocol
+from ..arguments import check_count
 from ..driver import open_sessions
 from ..driver.mesh_view import MeshView
 from ..driver.pending import Pure
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
-from ..launch.arguments import check_count
 from ..region import current
 from ..spec import Layout
 from .moved import Moved, MovedBetweenHosts, bytes_to_move

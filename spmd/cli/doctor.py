@@ -27,7 +27,7 @@ from ..kernels.errors import MeshError
 from ..kernels.network import interface
 from ..kernels.processes import cores
 from ..kernels.shm import arena
-from ..mesh.launch.arguments import layout_of
+from ..mesh.arguments import layout_of
 from ..mesh.launch.environments import Launch, describe
 from ..mesh.launch.rendezvous import address, launch_of_process
 from ..mesh.mesh import Mesh

@@ -195,7 +195,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _count(text: str) -> str:
     """A number of ranks, as the text that torchrun takes."""
-    from ..mesh.launch.arguments import MOST_RANKS
+    from ..mesh.arguments import MOST_RANKS
 
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number, at least 1, got {text!r}")

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ..mesh.launch.arguments import MOST_RANKS
+from ..mesh.arguments import MOST_RANKS
 from .one_host import BACKEND
 
 _STREAMS = "0 to 3, or such a number for some local ranks, as in 0:3,1:1"

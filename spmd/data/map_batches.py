@@ -21,7 +21,7 @@ from ..mesh.put import as_tensor, is_array
 from ..mesh.readers.filled import fill
 from ..transforms import Sampler
 from .feed import Batches, Feed, in_words
-from .reading import ONE_LENGTH, MapReader
+from .reading import OF_BATCHES, MapReader
 
 
 class MapBatches(Batches):
@@ -126,7 +126,7 @@ class _Feed(Feed):
         if requests:
             name = "the Loader's dataset"
             kinds = {"ragged": this._ragged, "collated": this._collated}
-            self._pending += fill(self._mesh, name, self._reader, requests, **kinds, remedy=ONE_LENGTH)
+            self._pending += fill(self._mesh, name, self._reader, requests, **kinds, remedies=OF_BATCHES)
         self._next += len(steps)
 
     def take(self) -> tuple[Any, None]:

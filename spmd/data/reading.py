@@ -18,13 +18,14 @@ import torch
 from ..kernels.arguments import check_value
 from ..kernels.errors import SpecError, add_note
 from ..kernels.flat import as_bytes
-from ..mesh import agreement, trees
+from ..mesh import trees
 from ..mesh.purity.captured_state import OwnGenerators
 from ..mesh.put import as_tensor
 from ..mesh.rank.session import RankSession
 from ..mesh.readers import process
 from ..mesh.readers.pool import Pool
 from ..mesh.readers.stacked import Stacked
+from ..mesh.replication import agreement
 from ..mesh.replication.reports import OutputMeta
 from ..mesh.replication.values import same_value
 from ..mesh.spec import REPLICATED, P, block_of, split_sizes
@@ -36,6 +37,8 @@ ONE_LENGTH = (
     "have collate_fn pad to one length, the same for all batches, or leave shards= out: then each rank pads to the "
     "longest sample that it has"
 )
+ROWS = "have collate_fn pad to one length, with a row for each sample; what is of a whole batch, make in the step"
+OF_BATCHES = agreement.Remedies(ONE_LENGTH, ROWS, ROWS)
 SAME_NUMBERS = (
     "the dataset of a Loader draws from a generator of its own, of which each rank and each worker has a copy: they "
     "draw the same numbers, for other samples"
@@ -293,7 +296,7 @@ def joined(shards: list[Any]) -> Any:
             for leaf in leaves[1:]:
                 if not _are_same(leaves[0], leaf):
                     problem = "the virtual shards of a Loader's batch differ in what has no row for each sample"
-                    raise SpecError(problem, got=f"{leaves[0]!r:.60} and {leaf!r:.60}", remedy=agreement.ROWS)
+                    raise SpecError(problem, got=f"{leaves[0]!r:.60} and {leaf!r:.60}", remedy=ROWS)
             return first
         if any(leaf.shape[1:] != leaves[0].shape[1:] for leaf in leaves):
             raise SpecError(

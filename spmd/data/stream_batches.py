@@ -18,7 +18,7 @@ from ..mesh.batch import Deal
 from ..mesh.mesh import Mesh
 from ..mesh.readers.filled import fill_streams
 from .feed import Batches, Feed, in_words
-from .reading import ONE_LENGTH
+from .reading import OF_BATCHES
 from .stream_reading import StreamReader
 from .streams import Stream
 
@@ -119,7 +119,7 @@ class _Feed(Feed):
         axis, steps = self._mesh.layout.batch_axis, range(self._next, self._next + count)
         deals = [Deal((self._epoch, step), self._batches.shards, source=self._batches.source) for step in steps]
         requests = [((axis, self._run, *deal.position, self._known), deal) for deal in deals]
-        self._pending += fill_streams(self._mesh, self._reader, requests, ONE_LENGTH)
+        self._pending += fill_streams(self._mesh, self._reader, requests, OF_BATCHES)
         self._next += count
 
     def take(self) -> tuple[Any, Any]:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd import P, Sharded, SpecError
-from spmd.mesh import agreement, program, spec, trees
+from spmd.mesh import program, spec, trees
+from spmd.mesh.replication import agreement
 from spmd.mesh.spec import Layout, split_sizes
 
 TWO = Layout((("data", 2), ("model", 3)))

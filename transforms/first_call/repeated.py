@@ -23,14 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.torch_private import DispatchMode, eagerly, operation_name
+from ...kernels.torch_private import eagerly
 from ...mesh import trees
 from ...mesh.pickling.references import content_of
 from ...mesh.region import generators, restore_generators
-from ...mesh.replication.following import is_random
 from ...mesh.replication.net import active, mark, marked, unfollowed
-from ...mesh.replication.operators import Operation, operator_of
 from .._call import Call, Output
+from .draws import Draws, Records, Replays, Seen
 
 
 class Repeated:
@@ -79,43 +78,23 @@ class Repeated:
             backward: is given what it returned, with its graph, and the leaves without rows that it is differentiated
                 by, to take their gradients.
         """
-        rows = {id(leaf) for leaf in (*self._rows, *more)}
-        rows |= {id(argument.primal) for argument in self._call.arguments if id(argument.leaf) in rows}
-        primals = {id(argument.primal) for argument in self._call.arguments} - rows
-        net = active()
-        used: set[int] = set()
-        replicas: dict[int, Tensor] = {}
-
-        def replace(leaf: Any) -> Any:
-            if id(leaf) in primals and isinstance(leaf, Tensor):  # else a hook for its gradient would be there twice
-                if id(leaf) not in replicas:
-                    replica, axes = leaf.detach().requires_grad_(), marked(leaf)
-                    replicas[id(leaf)] = replica if axes is None else mark(replica, axes)
-                return replicas[id(leaf)]
-            if id(leaf) not in rows:
-                self.knows_count = self.knows_count or (type(leaf) is int and leaf == self.count)
-                has_rows = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self.count
-                if net is None or not has_rows or not net.of(leaf).axes & self._split:
-                    return leaf
-            used.add(id(leaf))
-            chosen, axes = leaf.detach().index_select(0, samples.to(leaf.device)), marked(leaf)
-            return chosen if axes is None else mark(chosen, axes)  # unmarked, an @spmd function would cut them again
-
+        chosen = _Chosen(self._call, [*self._rows, *more], self.count, samples, self._split)
         if record:
             self.seen = Seen()
         drawn_for = torch.zeros_like(samples) if alike else samples
-        mode: _Draws = _Records(self.seen) if record else _Replays(self.seen, drawn_for, self.count)
+        mode: Draws = Records(self.seen) if record else Replays(self.seen, drawn_for, self.count)
         try:
             with self._unseen(), unfollowed():
-                args, kwargs = trees.map(replace, (tuple(self._call.args), self._call.kwargs))
-                function = holding(self._call.function, replace)
-                if not used:
+                args, kwargs = trees.map(chosen, (tuple(self._call.args), self._call.kwargs))
+                function = holding(self._call.function, chosen)
+                self.knows_count = self.knows_count or chosen.has_count
+                if not chosen.has_rows:
                     return None
                 with eagerly(), mode:
                     call = dataclasses.replace(self._call, function=function)
                     out = call.evaluate(list(args), kwargs, grad=self._with_grad or backward is not None)
                     if backward is not None:
-                        backward(out, list(replicas.values()))
+                        backward(out, list(chosen.replicas.values()))
                     if not mode.is_over:  # it drew fewer times (it loops over samples?): the numbers were not theirs
                         return None
                     return dataclasses.replace(out, value=out.value.detach(), aux=trees.map(_detached, out.aux))
@@ -151,140 +130,53 @@ class Repeated:
             random.setstate(self._state[2])
 
 
+class _Chosen:
+    """What a function gets instead of a leaf: of what has a row for each sample, those of some samples.
+
+    Args:
+        call: the call that differentiates the function.
+        rows: leaves with a row for each sample; others have one if they have the same length, and a net knows that they
+            were computed from the batch.
+        count: the number of samples.
+        samples: the indexes of those to choose.
+        split: the axes that the batch is cut over.
+
+    Attributes:
+        replicas: of the leaves without rows that it is differentiated by.
+        has_rows: whether any leaf has them.
+        has_count: whether one is the number of samples.
+    """
+
+    def __init__(self, call: Call, rows: Sequence[Tensor], count: int, samples: Tensor, split: Set[str]):
+        self._rows = {id(leaf) for leaf in rows}
+        self._rows |= {id(argument.primal) for argument in call.arguments if id(argument.leaf) in self._rows}
+        self._primals = {id(argument.primal) for argument in call.arguments} - self._rows
+        self._count, self._samples, self._split, self._net = count, samples, split, active()
+        self.replicas: dict[int, Tensor] = {}
+        self.has_rows = self.has_count = False
+
+    def __call__(self, leaf: Any) -> Any:
+        if id(leaf) in self._primals and isinstance(leaf, Tensor):  # else a hook for its gradient would be there twice
+            if id(leaf) not in self.replicas:
+                replica, axes = leaf.detach().requires_grad_(), marked(leaf)
+                self.replicas[id(leaf)] = replica if axes is None else mark(replica, axes)
+            return self.replicas[id(leaf)]
+        if id(leaf) not in self._rows:
+            self.has_count = self.has_count or (type(leaf) is int and leaf == self._count)
+            is_as_long = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == self._count
+            if self._net is None or not is_as_long or not self._net.of(leaf).axes & self._split:
+                return leaf
+        self.has_rows = True
+        chosen, axes = leaf.detach().index_select(0, self._samples.to(leaf.device)), marked(leaf)
+        return chosen if axes is None else mark(chosen, axes)  # unmarked, an @spmd function would cut them again
+
+
 def _numpy_state() -> Any:
     return np.random.get_state()
 
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-@dataclasses.dataclass(slots=True)
-class Seen:
-    """What a function did.
-
-    Attributes:
-        drawn: the results of random operations, in order.
-        by_sample: for each of these the dimensions with an entry for each sample, known once samples were left out.
-        normalises: whether a batch norm used the statistics of the batch.
-        draws_elsewhere: whether it also drew from NumPy's or Python's generator, or took a `random_key`.
-        is_coarse: whether anything was computed in fewer than 32 bits, or on a GPU, which may multiply in fewer.
-    """
-
-    drawn: list[Tensor] = dataclasses.field(default_factory=list)
-    by_sample: dict[int, list[int]] = dataclasses.field(default_factory=dict)
-    normalises: bool = False
-    draws_elsewhere: bool = False
-    is_coarse: bool = False
-
-    def may_order(self, count: int) -> bool:
-        """Whether what was drawn may be a random order of `count` samples: integers, or one number for each sample."""
-        whole_numbers = (not one.is_floating_point() and one.dtype is not torch.bool for one in self.drawn)
-        return self.draws_elsewhere or any(whole_numbers) or any(one.numel() == count for one in self.drawn)
-
-
-class _Draws(DispatchMode):
-    """Notes the states of generators that the user passes to random operations, to restore them."""
-
-    is_over = True  # whether everything recorded was drawn again
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._states: list[tuple[torch.Generator, Tensor]] = []
-
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self._states.append((generator, generator.get_state()))
-        return func(*args, **kwargs)
-
-    def restore_generators(self) -> None:
-        for generator, state in reversed(self._states):
-            generator.set_state(state)
-
-
-class _Records(_Draws):
-    """Records what a function does, in `Seen`."""
-
-    def __init__(self, seen: Seen):
-        super().__init__()
-        self._seen = seen
-
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super().operation(func, args, kwargs)
-        seen, drawn = self._seen, is_random(func, args, kwargs)
-        seen.normalises = seen.normalises or _normalises(func, args, kwargs)
-        for one in _tensors_in(result):
-            seen.is_coarse = seen.is_coarse or (one.is_floating_point() and (one.dtype.itemsize < 4 or one.is_cuda))
-        if drawn:
-            seen.drawn += [one.clone() for one in _drawn_by(func, args, kwargs, result)]
-        return result
-
-
-def _tensors_in(result: Any) -> list[Tensor]:
-    return [one for one in (result if isinstance(result, list | tuple) else [result]) if isinstance(one, Tensor)]
-
-
-def _drawn_by(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
-    """The results of a random operation, and what it has written to besides, which its gradient may need."""
-    operator = operator_of(func)
-    given = Operation(operator, args, kwargs).given()
-    written = [given[argument.name] for argument in operator.arguments if argument.is_written]
-    results = _tensors_in(result)
-    return results + [one for one in written if isinstance(one, Tensor) and all(one is not its for its in results)]
-
-
-def _normalises(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation is a batch norm in training."""
-    if "batch_norm" not in operation_name(func):
-        return False
-    if args[0].shape[0] == 1:  # an instance norm, to which samples are channels
-        return False
-    given = Operation(operator_of(func), args, kwargs).given()
-    return bool(given.get("training", "no_training" not in operation_name(func)))
-
-
-class _Replays(_Draws):
-    """Gives samples the random numbers that were drawn for them before.
-
-    Args:
-        seen: what was drawn when every sample came once.
-        samples: the indexes of the present samples.
-        count: how many samples there were then.
-    """
-
-    def __init__(self, seen: Seen, samples: Tensor, count: int):
-        super().__init__()
-        self._seen, self._samples, self._count, self._next = seen, samples, count, 0
-
-    @property
-    def is_over(self) -> bool:  # type: ignore[override]
-        return self._next == len(self._seen.drawn)
-
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = super().operation(func, args, kwargs)
-        if is_random(func, args, kwargs):
-            for one in _drawn_by(func, args, kwargs, result):
-                one.copy_(self._drawn(list(one.shape)))
-        return result
-
-    def _drawn(self, shape: list[int]) -> Tensor:
-        seen, index = self._seen, self._next
-        self._next += 1
-        drawn = seen.drawn[index]
-        sizes = list(zip(shape, drawn.shape, strict=True))
-        rows = [dim for dim, (now, once) in enumerate(sizes) if now != once]
-        if len(self._samples) == self._count:  # all, in another order
-            rows = seen.by_sample[index]
-        elif len(self._samples) < self._count:
-            seen.by_sample[index] = rows
-        for dim in rows:
-            now, once = sizes[dim]
-            if once == self._count:
-                drawn = drawn.index_select(dim, self._samples.to(drawn.device))
-            else:
-                drawn = drawn.repeat([now // once if at == dim else 1 for at in range(drawn.dim())])
-        return drawn
 
 
 def given_to(call: Call) -> list[Any]:

@@ -10,17 +10,17 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..kernels.errors import SpecError, kind_text
-from . import trees
-from .array import Array, Meta, meta
-from .failure import ranks_text
-from .replication import values
-from .replication.net import RANDOM
-from .replication.reports import OutputMeta, Outputs, decode_all, told_among, with_values
-from .replication.values import Check
-from .spec import Layout, P, ragged_shape
+from ...kernels.errors import SpecError, kind_text
+from .. import trees
+from ..array import Array, Meta, meta
+from ..failure import ranks_text
+from ..spec import Layout, P, ragged_shape
+from . import values
+from .net import RANDOM
+from .reports import OutputMeta, Outputs, decode_all, told_among, with_values
+from .values import Check
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,8 +60,15 @@ class Assembled:
         return trees.unflatten(self.treedef, leaves)
 
 
-SHARDS_OF_ONE = "return shards of one global value, or declare another spec"
-ROWS = "have collate_fn pad to one length, with a row for each sample; what is of a whole batch, make in the step"
+class Remedies(NamedTuple):
+    """What to do about results that differ between ranks: in shapes, in structure, in value ("": as they differ)."""
+
+    shapes: str = "return shards of one global value, or declare another spec"
+    trees: str = "return the same structure on every rank"
+    values: str = ""
+
+
+OF_RESULTS = Remedies()
 
 
 def assemble(
@@ -73,7 +80,7 @@ def assemble(
     prints: Sequence[bytes] = (),
     check: Check = Check.SCALARS,
     ragged: bool = False,
-    remedy: str = SHARDS_OF_ONE,
+    remedies: Remedies = OF_RESULTS,
 ) -> Assembled:
     """The results as a whole.
 
@@ -82,12 +89,11 @@ def assemble(
         name, where: the program and the mesh, for messages.
         prints, check: each rank's prints of its tensors, and what is compared: with `Check.NOTHING` no values at all.
         ragged: shards may differ in dimensions that are not cut, which then have the size `RAGGED`.
-        remedy: what to do about shards that do not fit together.
+        remedies: what to do about results that do not fit together.
 
     Raises:
         SpecError: the ranks disagree.
     """
-    rows = "" if remedy is SHARDS_OF_ONE else ROWS
     told = told_among(outputs[0][1])
     if prints:
         reports = {rank: with_values(metas, prints[rank]) for rank, (_, metas) in outputs.items()}
@@ -100,7 +106,7 @@ def assemble(
                 f"{name} returned different trees on rank 0 and rank {rank}",
                 got=f"{treedef} and {other}",
                 where=where,
-                remedy=rows or "return the same structure on every rank",
+                remedy=remedies.trees,
             )
     rank_prints = [values.split(mine, outputs[rank][1], check, len(layout.names)) for rank, mine in enumerate(prints)]
     results = []
@@ -116,12 +122,12 @@ def assemble(
                 remedy="return the same kind of value on every rank",
             )
         if check:
-            _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where, rows)
+            _check_replicas(layout, leaves, [its[index] for its in rank_prints], what, where, remedies.values)
         if leaf.spec is None:
             results.append(Result(None, value=leaf.value))
             continue
         shapes = tuple(leaves[rank].shape for rank in range(layout.size))
-        _check_shapes(layout, shapes, leaf.spec, what, where, remedy, ragged=ragged)
+        _check_shapes(layout, shapes, leaf.spec, what, where, remedies.shapes, ragged=ragged)
         assert leaf.dtype is not None
         shape = layout.global_shape(shapes, leaf.spec)
         if ragged:
@@ -150,16 +156,16 @@ def unusual(
 
 @functools.lru_cache(maxsize=64)
 def _of_batch(
-    layout: Layout, descriptions: tuple[bytes, ...], name: str, where: str, ragged: bool, remedy: str
+    layout: Layout, descriptions: tuple[bytes, ...], name: str, where: str, ragged: bool, remedies: Remedies
 ) -> Assembled:
-    return assemble(layout, decode_all(descriptions), name=name, where=where, ragged=ragged, remedy=remedy)
+    return assemble(layout, decode_all(descriptions), name=name, where=where, ragged=ragged, remedies=remedies)
 
 
 def of_batch(
-    layout: Layout, descriptions: tuple[bytes, ...], *, name: str, where: str, ragged: bool = False, remedy: str
+    layout: Layout, descriptions: tuple[bytes, ...], *, name: str, where: str, ragged: bool = False, remedies: Remedies
 ) -> Assembled:
     """`assemble` for a batch, with a cache: most batches have the same descriptions as an earlier one."""
-    found = _of_batch(layout, descriptions, name, where, ragged, remedy)
+    found = _of_batch(layout, descriptions, name, where, ragged, remedies)
     own = [Result(None, copy.deepcopy(leaf.value)) if leaf.meta is None else leaf for leaf in found.leaves]
     return Assembled(found.treedef, own)
 
@@ -175,7 +181,7 @@ def path_in(treedef: Any, index: int) -> str:
 
 
 def _check_replicas(
-    layout: Layout, leaves: dict[int, OutputMeta], prints: list[Any], what: Callable[[], str], where: str, rows: str
+    layout: Layout, leaves: dict[int, OutputMeta], prints: list[Any], what: Callable[[], str], where: str, remedy: str
 ) -> None:
     """Refuse a result that should be the same on several ranks and is not."""
     variants: dict[int, list[list[int]]] = {}  # owner -> groups of ranks that agree
@@ -201,7 +207,7 @@ def _check_replicas(
         problem += f"; it {varying[1]}"
     else:
         return
-    raise _differing(problem, axes, got, where, leaves[0], rows)
+    raise _differing(problem, axes, got, where, leaves[0], remedy)
 
 
 def _axes_between(layout: Layout, groups: list[list[int]]) -> tuple[str, ...]:
@@ -249,18 +255,18 @@ def refuse_apart(leaf: OutputMeta, other: OutputMeta, what: str, where: str) -> 
     apart = [dim for dim, (size, its) in enumerate(sizes) if size != its and not leaf.spec.dim_axes(dim)]
     if apart or len(leaf.shape) != len(other.shape):
         problem, got = f"{what} has other shapes on other ranks", f"{leaf.shape} and {other.shape}"
-        raise SpecError(problem, got=got, where=where, remedy=SHARDS_OF_ONE)
+        raise SpecError(problem, got=got, where=where, remedy=OF_RESULTS.shapes)
 
 
 def _differing(
-    problem: str, axes: Sequence[str], got: str | None, where: str, leaf: OutputMeta, rows: str
+    problem: str, axes: Sequence[str], got: str | None, where: str, leaf: OutputMeta, instead: str
 ) -> SpecError:
     otherwise = "give it" if leaf.spec is None or leaf.shape else "return x[None], and give that"  # no dimension to cut
     remedy = f"psum or pmean it over {axes[0]!r}, or {otherwise} a spec such as out_specs={_cut_more(leaf, axes[0])}"
     remedy = remedy if leaf.spec is not None else f"return a tensor, and {remedy}"
     if RANDOM in problem:  # a mean of noise is smaller
         remedy = f"pbroadcast(noise, {axes[0]!r}, 0) is the same on all ranks; or {remedy}"
-    return SpecError(problem, got=got, where=where, remedy=rows or remedy)
+    return SpecError(problem, got=got, where=where, remedy=instead or remedy)
 
 
 def same(a: OutputMeta, b: OutputMeta) -> bool:

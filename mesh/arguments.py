@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...kernels.arguments import is_number, is_whole, plain_text
-from ...kernels.errors import MeshError
-from ...kernels.processes import cores
-from ...kernels.registry import backends
-from ...kernels.shm import arena
-from ..hosts.host_list import HostList, host_list_of
-from ..spec import Layout
-from .environments import Launch
+from ..kernels.arguments import is_number, is_whole, plain_text
+from ..kernels.errors import MeshError
+from ..kernels.processes import cores
+from ..kernels.registry import backends
+from ..kernels.shm import arena
+from .hosts.host_list import HostList, host_list_of
+from .launch.environments import Launch
+from .spec import Layout
 
 MOST_RANKS = 1 << 16  # a typing error would take a machine's memory and processes before it ends
 
