@@ -286,9 +286,10 @@ class Mesh:
         return threads_of(self._threads, layout.size, self.hosts)
 
     def check_driver(self, what: str, remedy: str) -> None:
-        """Refuse what only a driver can do."""
-        if self._driver is None:
-            raise MeshError(f"mesh.{what} is for a program that starts ranks", where=self.describe(), remedy=remedy)
+        """Refuse what only a driver can do, between the calls of its steps."""
+        if self._driver is None or current() is not None:
+            problem = f"mesh.{what} is for the program that started the ranks"
+            raise MeshError(problem, where=self.describe(), remedy=remedy)
 
     @public
     def __enter__(self) -> Mesh:

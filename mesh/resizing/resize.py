@@ -30,12 +30,13 @@ from ..driver.pending import Pure
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
-from ..region import current
 from ..spec import Layout
 from .moved import Moved, MovedBetweenHosts, bytes_to_move
 from .newcomers import TRIES, Died, Newcomers
 
 logger = logging.getLogger("spmd")
+
+_LAUNCHED = "save, and launch the job at another size"
 
 
 @public
@@ -64,7 +65,7 @@ def resize(self: MeshView, axes: dict[str, int], *, wait: bool = True) -> None:
             is no such axis or size; a dimension is cut over several axes at once; new ranks can't be started, or old
             ones are busy; too few hosts are left for `copies=`. The mesh is then as it was before.
     """
-    _refuse_on_ranks(self, "resize")
+    self.check_driver("resize", _LAUNCHED)
     wait = checked_flag("mesh.resize", "wait", wait)
     with one_at_a_time(self):
         _resize(self, axes, wait)
@@ -119,7 +120,7 @@ def retire(self: MeshView, rank: int) -> None:
     Raises:
         MeshError: there is no such rank, or none would be left; or as for `resize`.
     """
-    _refuse_on_ranks(self, "retire")
+    self.check_driver("retire", _LAUNCHED)
     with one_at_a_time(self):
         layout = self.layout
         rank = checked_rank("mesh.retire", rank, layout.size)
@@ -130,12 +131,6 @@ def retire(self: MeshView, rank: int) -> None:
         leaving = layout.group(rank, tuple(name for name in layout.names if name != axis))
         self.driver.end_stopped(leaving)
         _resize(self, {axis: layout.axes[axis] - 1}, True, leaving)
-
-
-def _refuse_on_ranks(mesh: MeshView, what: str) -> None:
-    if not mesh.is_driver or current() is not None:
-        problem = f"mesh.{what} is for the program that started the ranks"
-        raise MeshError(problem, where=mesh.describe(), remedy="save, and launch the job at another size")
 
 
 def _checked(mesh: MeshView, axes: dict[str, int]) -> Layout:
