@@ -50,6 +50,23 @@ def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int, *stam
     return source
 
 
+def in_mode(steps: Steps, inference: bool) -> Steps:
+    """The same steps, all in `torch.inference_mode` or none, whichever thread takes them.
+
+    What is made in that mode, be it by the program or by an earlier step, can be written in it alone.
+    """
+    while True:
+        try:
+            if torch.is_inference_mode_enabled() == inference:
+                ready = next(steps)
+            else:
+                with torch.inference_mode(inference):
+                    ready = next(steps)
+        except StopIteration as end:
+            return end.value
+        yield ready
+
+
 def matched(inbox: list[Any], src: int | None, tag: int) -> Steps:
     """Wait for a message from a source (None: any) with a tag, and take it out of an inbox of (source, tag, ...)."""
     found: list[Any] = []

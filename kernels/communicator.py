@@ -42,7 +42,7 @@ class Communicator(abc.ABC):
     backend = "abstract"
     stamped = False  # whether messages carry a `stamp_of`; then `_send` and `_recv` take it as their last argument
     device = torch.device("cpu")  # where it reduces
-    starts_early = False  # whether an operation's first step runs when it is started, before earlier ones are over
+    may_begin: Ready | None = None  # whether an operation's first step can run now, before earlier ones are over
     sleep: Sleep | None = None  # how a waiting rank sleeps, if its peers can wake it
 
     def __init__(self, ranks: Sequence[int], rank: int, watch: Watch, *, timeout: float, oversubscribed: bool = True):
@@ -200,18 +200,18 @@ class Communicator(abc.ABC):
         return (queue[0].site if queue else "") or call_site(Communicator._start.__code__)
 
     def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        site, early = call_site() if async_op else "", self.starts_early
         with turn:
-            steps = self._renewed(what, steps)
-            memory = spans(tensors) if early and (async_op or self._operations.queue) else ()
-            return self._operations.start(what, steps, site=site, early=early, async_op=async_op, memory=memory)
+            steps, site = self._renewed(what, steps, tensors), call_site() if async_op else ""
+            memory = spans(tensors) if async_op or self._operations.queue else ()
+            return self._operations.start(what, steps, self.may_begin, site=site, async_op=async_op, memory=memory)
 
-    def _start_message(self, what: str, steps: Steps, peers: Sequence[int]) -> Work:
+    def _start_message(self, what: str, steps: Steps, peers: Sequence[int], tensor: torch.Tensor) -> Work:
         with turn:
-            return self._operations.start_message(what, self._renewed(what, steps), peers)
+            return self._operations.start_message(what, self._renewed(what, steps, (tensor,)), peers)
 
-    def _renewed(self, what: str, steps: Steps) -> Steps:
+    def _renewed(self, what: str, steps: Steps, tensors: Sequence[torch.Tensor]) -> Steps:
         self.renew()
+        steps = collectives.in_mode(steps, torch.is_inference_mode_enabled() or any(map(torch.is_inference, tensors)))
         return debug.traced(steps, self.ranks[self.rank], what, self.backend) if self._debug else steps
 
     # -- point to point ------------------------------------------------------------------------------------------------
@@ -227,14 +227,14 @@ class Communicator(abc.ABC):
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
         """Start sending; the tensor must not change before `wait()`. The tag is a whole number of up to 62 bits."""
         check_message("isend", "dst", dst, self.size, tensor, tag)
-        return self._start_message(f"send to {dst}", collectives.send(self, tensor, dst, tag), (dst,))
+        return self._start_message(f"send to {dst}", collectives.send(self, tensor, dst, tag), (dst,), tensor)
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Work:
         """Start receiving; `wait()` returns the source, and the tensor is the sent one only after it."""
         check_message("irecv", "src", 0 if src is None else src, self.size, tensor, tag, written=True)
         peers = [rank for rank in range(self.size) if rank != self.rank] if src is None else (src,)
         what = f"recv from {'any rank' if src is None else src}"
-        return self._start_message(what, collectives.recv(self, tensor, src, tag, *self.stamp(tensor)), peers)
+        return self._start_message(what, collectives.recv(self, tensor, src, tag, *self.stamp(tensor)), peers, tensor)
 
     def stamp(self, tensor: torch.Tensor) -> Sequence[int]:
         return [stamp_of(tensor.dtype)] if self.stamped else ()

@@ -3,8 +3,8 @@
 A step is a condition to wait for; when it holds, the operation goes on. So the same code serves blocking calls,
 asynchronous calls, and waits that must notice aborts. Invariants: collectives of one communicator end in the order in
 which they were started, messages in any order; if two operations use the same memory, the later one reads what the
-earlier one wrote; and a wait advances everything that this process has started, since the rank that it waits for may
-itself be waiting for our part in something else.
+earlier one wrote; and a wait, as a loop that asks whether an operation is over, advances everything that this process
+has started, since the rank that it waits for may itself be waiting for our part in something else.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ class Work:
         peers: Sequence[int],
         site: str = "",
         memory: Sequence[Span] = (),
+        begins: Ready | None = None,
     ):
         self._operations, self.what, self._steps, self.peers, self.site = operations, what, steps, peers, site
         self.memory, self.begun = memory, False
-        self._ready: Ready | None = None
+        self._ready = begins
         self._value: Any = None
         self._error: BaseException | None = None
         self.done = self.seen = False  # `seen`: the program knows that it is done, or has failed
@@ -93,6 +94,7 @@ class Work:
     def is_completed(self) -> bool:
         with turn:
             self._operations.progress()
+            self._operations.progress_others()
             if not self.done:
                 self._operations.look(self)
             self.seen |= self.done
@@ -175,17 +177,18 @@ class Operations:
         return self.generation != self._watch.generation
 
     def start(
-        self, what: str, steps: Steps, *, site: str, early: bool, async_op: bool, memory: Sequence[Span] = ()
+        self, what: str, steps: Steps, begins: Ready | None, *, site: str, async_op: bool, memory: Sequence[Span] = ()
     ) -> Any:
         """Start a collective, and finish it unless it is asynchronous.
 
         Args:
+            begins: whether it can take its first step now. Then it does so at once, so that peers see it, unless it has
+                to wait for earlier operations. None if it always waits for these.
             site: where an asynchronous call was made; the site of a blocking call is found on the stack.
-            early: take the first step at once, so that peers see it, unless it must wait for earlier operations.
             memory: the memory that it reads or writes; needed only if it is to begin early.
         """
-        work = Work(self, what, steps, range(len(self._ranks)), site, memory)
-        early = early and all(before.may_begin_before(work) for before in self.queue)
+        work = Work(self, what, steps, range(len(self._ranks)), site, memory, begins)
+        early = begins is not None and begins() and all(before.may_begin_before(work) for before in self.queue)
         self.queue.append(work)
         if early:
             work.start()
@@ -322,6 +325,10 @@ class Operations:
         """Advance all that this process has started, as a wait has to: a peer may need it first."""
         self.progress_messages()
         self.progress_collectives()
+        self.progress_others()
+
+    def progress_others(self) -> None:
+        """Advance what this process has started in other communicators."""
         for other in tuple(_active):
             if other is not self:
                 other.progress_beside()

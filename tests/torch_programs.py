@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -602,6 +603,9 @@ def refused_before_it_begins(rank: int, size: int) -> None:
         ("own part", lambda: dist.all_to_all([across.clone() for _ in range(size)], [x] * size)),
         ("own part", lambda: dist.all_to_all_single(torch.zeros(size, 2), torch.ones(size, 3))),
         ("contiguous", lambda: dist.all_gather_into_tensor(torch.zeros(size, size + 1).t(), torch.ones(size + 1))),
+        ("without dimensions", lambda: dist.all_to_all_single(torch.zeros(()), torch.ones(()))),
+        ("fake", lambda: dist.all_reduce(FakeTensorMode().from_tensor(long))),
+        ("no derivative", lambda: torch.func.grad(lambda y: dist.all_reduce(y * 2) or y.sum())(long)),
     )
     for word, call in wrong if rank == 0 else ():
         try:
@@ -643,20 +647,68 @@ def futures(rank: int, size: int) -> None:
 
 @program
 def a_wait_with_a_limit(rank: int, size: int) -> None:
-    """A wait with its own time limit, which its error names."""
-    group, store = dist.new_group(), dist.group.WORLD.get_group_store()
+    """A wait with its own time limit, which its error names; of coalesced operations, too."""
+    group, other, store = dist.new_group(), dist.new_group(), dist.group.WORLD.get_group_store()
     if rank:
         store.wait(["waited"])
         return
-    work = dist.barrier(group=group, async_op=True)
-    try:
-        work.wait(datetime.timedelta(seconds=0.1))
-    except RuntimeError as error:  # as torch's
-        assert isinstance(error, spmd.PeerLost)
-        assert "barrier on rank 0 got no answer for 0.1 s" in str(error) and "init_process_group" in str(error), error
-    else:
-        raise AssertionError("nothing was raised")
+    with dist._coalescing_manager(other, torch.device("cpu"), async_ops=True) as manager:
+        dist.barrier(group=other, async_op=True)
+    for work in (dist.barrier(group=group, async_op=True), *manager.works):
+        assert not work.get_future().done()
+        try:
+            work.wait(datetime.timedelta(seconds=0.1))
+        except RuntimeError as error:  # as torch's
+            assert isinstance(error, spmd.PeerLost)
+            text = str(error)
+            assert "barrier on rank 0 got no answer for 0.1 s" in text and "init_process_group" in text, text
+        else:
+            raise AssertionError("nothing was raised")
     store.set("waited", "1")
+
+
+@program
+def asked_after_in_turns(rank: int, size: int) -> None:
+    """Each rank asks whether the operation of one group is over, while the next one asks after another group's."""
+    groups = [dist.new_group() for _ in range(2)]
+    for group in groups:
+        dist.barrier(group=group)
+    works = [dist.all_reduce(torch.ones(1 << 18), group=group, async_op=True) for group in groups]
+    end = time.monotonic() + 60
+    while not works[rank % 2].is_completed():
+        assert time.monotonic() < end
+    for work in works:
+        work.wait()
+
+
+@program
+def many_under_way(rank: int, size: int) -> None:
+    """Starting operations waits for nobody, however many are under way."""
+    group, tensors = dist.new_group(), [torch.ones(3) for _ in range(20)]
+    if rank == 1:
+        dist.recv(torch.empty(1), 0, group=group)
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    if rank == 0:
+        dist.send(torch.ones(1), 1, group=group)
+    for work in works:
+        work.wait()
+    assert all(x.tolist() == [size] * 3 for x in tensors)
+
+
+@program
+def inference(rank: int, size: int) -> None:
+    """What is made in inference mode can be written there alone, but any thread may finish an operation."""
+    plain = torch.full((3,), float(rank))
+    with torch.inference_mode():
+        mine, whole = torch.full((3,), float(rank)), torch.empty(3 * size)
+        dist.all_gather_into_tensor(whole, mine, async_op=True).get_future().wait()
+        works = [dist.broadcast(x, 1, async_op=True) for x in (mine, plain)]
+    assert whole.tolist() == [each for each in range(size) for _ in range(3)]
+    for work in works:
+        work.wait()
+    assert mine.tolist() == plain.tolist() == [1, 1, 1]
+    dist.reduce_scatter_tensor(mine, whole)
+    assert mine.tolist() == [rank * size] * 3
 
 
 @program
@@ -697,6 +749,12 @@ def disagreement(rank: int, size: int) -> None:
         else:
             raise AssertionError("nothing was raised")
     dist.barrier()  # other groups go on
+    try:
+        dist.all_reduce(torch.eye(2 + rank).to_sparse(), group=dist.new_group())
+    except spmd.CollectiveMismatch as error:
+        assert "a sparse [2, 2]" in str(error) and "a sparse [3, 3]" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
     later = dist.new_group()
     time.sleep(0.1 * (rank == 0))
     try:  # what the others did in the first group is not what they do now

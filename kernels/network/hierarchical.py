@@ -50,7 +50,6 @@ class HierarchicalCommunicator(GlooCommunicator):
     """A group of ranks on several hosts; see `Communicator`, and for the arguments `GlooCommunicator`."""
 
     backend = "hierarchical"
-    starts_early = True
     _host: ShmCommunicator | None = None
     # Operations begin in one order, and share their totals in one order, but ranks may mix the two differently. So
     # sharing has a communicator of its own.
@@ -72,6 +71,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         else:
             self._host = ShmCommunicator(watch.arena, self._mine, timeout=self.timeout, channel=channel)
             self._shared = ShmCommunicator(watch.arena, self._mine, timeout=self.timeout, channel=f"{channel}, shared")
+        self.may_begin = self._host.may_begin
         if self.ranks[self.rank] != self._mine[0]:
             return
         if self._across is not None:

@@ -199,7 +199,7 @@ class GroupProgress:
             return self.finished, self.finished + len(self._queue)
         queue = tuple(self._queue)  # another thread may change it
         (begun,), queued = self._begun, sum(each.begun for each in queue)
-        return begun - max(1, queued), begun + len(queue) - queued
+        return begun - (queued if queue else 1), begun + len(queue) - queued
 
     def published(self) -> list[int]:
         return [*self.counts(), *self._sent]

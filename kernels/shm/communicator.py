@@ -16,7 +16,7 @@ from ..call import Call, check_pieces, disagreement, labels, shut_down, word_key
 from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..copying import copy, copy_bytes
-from ..flat import as_bytes, contiguous, copy_back, sizes, without_own, writable
+from ..flat import as_bytes, contiguous, copy_back, overlap, sizes, spans, without_own, writable
 from ..operations import Steps, Work
 from ..reduction import Op, reduce_in_order
 from ..waiting import turn, wait_until
@@ -38,7 +38,7 @@ class ShmCommunicator(Communicator):
     """A group of ranks on one host; see `Communicator`."""
 
     backend = "shm"
-    stamped = starts_early = True
+    stamped = True
 
     def __init__(self, arena: Arena, ranks: Sequence[int], *, timeout: float, channel: str = "main"):
         rank = list(ranks).index(arena.mesh_rank)
@@ -71,7 +71,8 @@ class ShmCommunicator(Communicator):
         else:
             block = self._first_ranks_block()
         how: Any = {"operations": self._operations, "site": self.site, "spin": not self.oversubscribed}
-        self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
+        slots = self._slots = Slots(arena, self.ranks, self.rank, block, self._key, **how)
+        self.may_begin = lambda: slots.is_free(slots.begun[0] + 1)
         self._rings = Rings(arena, self.ranks, self.rank, self._key)
         if progress is not None:
             progress.open(self._operations.queue, self._slots.begun)
@@ -175,7 +176,8 @@ class ShmCommunicator(Communicator):
             self._operations.progress_messages()  # what the peer sent before it left has arrived by now
             return work.done
         # The awaited operation is the first in the queue, or a blocking call that is not in the queue.
-        first = self._slots.begun[0] - max(1, sum(each.begun for each in self._operations.queue)) + 1
+        begun = sum(each.begun for each in self._operations.queue) if self._operations.queue else 1
+        first = self._slots.begun[0] - begun + 1
         return self._slots.took_part(rank, first)
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
@@ -230,10 +232,9 @@ class ShmCommunicator(Communicator):
             mine if rank == self.rank else self.arena.tensor(at, mine.numel(), mine.dtype)
             for rank, (at, _) in enumerate(entries)
         ]
-        # Write directly into the output, unless it shares memory with this rank's input, or `out=` refuses it.
+        # Write directly into the output, unless it shares memory with this rank's input.
         buffer = writable(output)
-        shared = output.untyped_storage().data_ptr() == ins[self.rank].untyped_storage().data_ptr()
-        if shared or output.is_inference():
+        if overlap(spans([output]), spans([ins[self.rank]])):
             buffer = torch.empty_like(buffer)
         reduce_in_order(parts, op, buffer.view(-1))
         self._slots.read(sequence)

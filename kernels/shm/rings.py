@@ -85,13 +85,13 @@ class Rings:
         block = heap.allocate(_BLOCK_HEAD + nbytes)
         words[block // 8] = 0
         self._arena.tensor(block + _BLOCK_HEAD, nbytes, torch.uint8).copy_(tensor)
+        self._unread.append((block, _BLOCK_HEAD + nbytes))
         yield lambda: words[ring + _SENT] == turn and turn - words[ring + _PULLED] < _RING
         at = ring + _HEAD + (turn % _RING) * _MESSAGE
         words[at + _TAG], words[at + _AT], words[at + _NBYTES] = tag & _WORD, block, nbytes
         words[at + _STAMP] = stamp
         words[ring + _SENT] = turn + 1
         self._arena.bells.ring((self._participants[dst],))
-        self._unread.append((block, _BLOCK_HEAD + nbytes))
 
     def poll(self) -> None:
         """Take arrived messages out of the rings, so that these never fill up with messages nobody asks for yet."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..kernels.errors import SpecError
 from ..kernels.reduction import OPS
+from ..kernels.torch_private import in_torch_func, is_fake
 from ..transforms._tokens import in_gradient
 from .registration import DEVICES
 
@@ -24,7 +25,10 @@ def listed(tensors: Any) -> list[torch.Tensor]:
 def one(tensors: list[torch.Tensor], what: str) -> torch.Tensor:
     if len(tensors) != 1:
         raise SpecError(f"{what} got several tensors", got=len(tensors), expected="one", remedy="call it for each")
-    if what in _WRITES and in_gradient() and torch.is_grad_enabled() and tensors[0].requires_grad:
+    if is_fake(tensors[0]):
+        problem, remedy = f"{what} got a fake tensor, which has no values", 'use init_process_group("fake")'
+        raise SpecError(problem, remedy=remedy)
+    if what in _WRITES and (in_gradient() or in_torch_func()) and torch.is_grad_enabled() and tensors[0].requires_grad:
         raise SpecError(
             f"torch.distributed's {what} writes to a tensor that a gradient goes through, and has no derivative",
             remedy="use psum, pbroadcast or another collective of this library, which have one; "
@@ -109,6 +113,9 @@ def parts(whole: torch.Tensor, size: int, numel: int, what: str) -> list[torch.T
 
 
 def _split(tensor: torch.Tensor, sizes: Sequence[int] | None, size: int, what: str) -> list[torch.Tensor]:
+    if not tensor.dim():
+        problem, remedy = f"all_to_all_single can't split its {what}", "give it a dimension: tensor.view(1)"
+        raise SpecError(problem, got="a tensor without dimensions", remedy=remedy)
     if sizes:
         if len(sizes) != size or sum(sizes) != tensor.shape[0]:
             raise SpecError(

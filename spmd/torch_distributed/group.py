@@ -21,7 +21,7 @@ from . import sparse, vouched
 from .arguments import check_own, exchanged, listed, one, parts, reducing, reduction, rooted
 from .barrier import MonitoredBarrier
 from .registration import DEVICES, NAME
-from .work import Work
+from .work import Work, close
 from .world import World
 
 _Base: Any = dist.ProcessGroup  # its stubs have other signatures than its callers use
@@ -106,8 +106,7 @@ class ProcessGroup(_Base):
         if not (comms or self._broken or world.over) and world.opens_alone and world.watch.generation == self._since:
             comms = {"cpu": self._comm("cpu")}  # never used here: the others must hear that it won't be
         self._broken = MeshError(f"this process group was {how}", remedy="make a new one")
-        for comm in comms.values():
-            comm.close()
+        close(comms.values())
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._seconds = timeout.total_seconds()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.call import labelled
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
 
@@ -19,7 +20,8 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> list[object
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values()
     counts = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(comm.size)]
-    comm.all_gather(counts, torch.tensor([values.shape[0]], device="cpu"))
+    with labelled(f"of entries of a sparse {list(mine.shape)}, {mine.sparse_dim()} dims of it sparse"):
+        comm.all_gather(counts, torch.tensor([values.shape[0]], device="cpu"))
     numbers = [int(count) for count in counts]
     all_indices = [indices.new_empty((indices.shape[0], number)) for number in numbers]
     all_values = [values.new_empty((number, *values.shape[1:])) for number in numbers]

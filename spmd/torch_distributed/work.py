@@ -15,7 +15,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,10 @@ class Work(dist.Work):
         try:
             while self._started:
                 first = self._started[0]
-                # Those on GPUs never wait for long, and know no timeout.
-                self._source = first.wait(seconds) if seconds > 0 and _hosted(first) else first.wait()
+                if isinstance(first, Work):  # of several that were coalesced
+                    first.wait(timeout)
+                else:  # those on GPUs never wait for long, and know no timeout
+                    self._source = first.wait(seconds) if seconds > 0 and _hosted(first) else first.wait()
                 with turn:
                     if self._started and self._started[0] is first:  # another thread may have been here
                         del self._started[0]
@@ -154,9 +156,17 @@ class Work(dist.Work):
             self._future.set_exception(_plain(self._error))
 
 
+def close(comms: Iterable[Communicator]) -> None:
+    """Close communicators, and let go of their works that Python has dropped."""
+    for comm in comms:
+        comm.close()
+        for work in [each for each in _dropped if each.comm is comm]:
+            _dropped.remove(work)
+
+
 def _hosted(started: Any) -> bool:
     """Whether an operation is one that this process advances, not a GPU."""
-    return hasattr(started, "done")
+    return all(map(_hosted, started._started)) if isinstance(started, Work) else hasattr(started, "done")
 
 
 def _plain(error: BaseException) -> Exception:

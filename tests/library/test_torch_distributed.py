@@ -59,6 +59,8 @@ def use(group):
     assert x[-1] == size
     y = torch.ones(3)
     dist.send(y, 1, group=group) if rank == 0 else dist.recv(y, 0, group=group) if rank == 1 else None
+    if rank == 0:  # more than are under way at once, which nobody receives
+        [dist.isend(x, 1, group=group) for _ in range(40)]
 
 begin("first")
 for number in range(500):
