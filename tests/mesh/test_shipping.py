@@ -172,6 +172,28 @@ def test_deques():
     assert changed(step, lambda: last.__setitem__(0, 4))
 
 
+def test_what_a_frozenset_a_method_or_a_factory_refers_to():
+    one, rate, table = Empty(), 1, {"a": 1}
+    some, of, made = frozenset([one]), table.get, collections.defaultdict(lambda: rate)
+
+    def use_another_rate():
+        nonlocal rate
+        rate = 2
+
+    assert changed(lambda x: [each.rate for each in some], lambda: setattr(one, "rate", 2))
+    assert changed(lambda x: x * of("a"), lambda: table.update(a=2))
+    assert changed(lambda x: x * made["a"], use_another_rate)
+    assert changed(lambda x: x * made["a"], lambda: setattr(made, "default_factory", int))
+
+
+@pytest.mark.parametrize("base", [enum.IntEnum, float])
+def test_classes_of_the_main_script_derived_from_numbers(base):
+    notebook = {"__name__": "__main__", "base": base, "table": [1]}
+    exec("class Number(base):\n    ONE = 1\n    def scale(self): return table[0]", notebook)
+    number = notebook["Number"](1)
+    assert changed(lambda x: x * number.scale(), lambda: notebook["table"].append(2))
+
+
 @pytest.mark.parametrize("kind", [bytearray, functools.partial(array.array, "B")])
 def test_arrays_of_python(kind):
     lookup = kind([1, 2, 3])
