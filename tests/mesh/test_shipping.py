@@ -1090,6 +1090,73 @@ def test_a_class_that_a_rank_has_made_is_as_the_program_changes_it(shared_mesh):
     assert mesh.run(lambda: made.size) == [2, 2]
 
 
+def test_a_class_of_several_functions_is_what_each_call_finds_in_the_program(shared_mesh):
+    """Also after a change back, of which the ranks had the other function last; and without what it lost meanwhile."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh}
+    exec(
+        """
+scale, one, found = 1, torch.ones(()), []
+
+class CellBase:
+    rate = 1
+
+class CellRate(CellBase):
+    rate = 2
+    def scaled(self):
+        return self.rate * scale
+
+def both():
+    found.append((float(first(one)), float(second(one))))
+
+first = spmd(lambda x: x * CellRate().scaled(), mesh=mesh)
+second = spmd(lambda x: x * CellRate().scaled() + hasattr(CellRate, "more"), mesh=mesh)
+first(one)
+scale = 10
+second(one)
+scale = 1
+both()
+CellRate.rate = 1  # as the class before it has
+both()
+CellRate.rate, CellRate.more = 5, True
+both()
+del CellRate.rate, CellRate.more
+both()
+""",
+        notebook,
+    )
+    assert notebook["found"] == [(2, 2), (1, 1), (5, 6), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["typing.NamedTuple", "dict"])
+def test_a_class_of_arguments_is_as_the_program_changes_it(shared_mesh, kind):
+    """And stays so when results of it come back."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh}
+    exec(
+        f"""
+import typing
+scale = 1
+
+class CellPoint({kind}):
+    x: torch.Tensor
+    def scaled(self):
+        return (self["x"] if isinstance(self, dict) else self.x) * scale
+
+point = CellPoint(x=torch.ones(()))
+step = spmd(lambda point: point.scaled(), mesh=mesh)
+same = spmd(lambda point: point, mesh=mesh)
+found = [float(step(point)), float(same(point).scaled())]
+scale = 10
+found += [float(step(point)), float(same(point).scaled()), float(point.scaled())]
+CellPoint.scaled = lambda self: torch.full((), 7.0)
+found.append(float(step(point)))
+""",
+        notebook,
+    )
+    assert notebook["found"] == [1, 1, 10, 10, 10, 7]
+
+
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
     """And with it the data that its methods refer to."""
     mesh = shared_mesh({"data": 2})
