@@ -1157,6 +1157,27 @@ found.append(float(step(point)))
     assert notebook["found"] == [1, 1, 10, 10, 10, 7]
 
 
+def test_globals_in_the_body_of_a_class_within_a_function(shared_mesh):
+    notebook = {"__name__": "__main__", "torch": torch}
+    exec(
+        """
+rate, limits = 3, [2]
+
+def step():
+    class Settings:
+        rate = rate
+        @torch.no_grad()
+        def of(self):
+            class Inner:
+                limit = limits[0]
+            return self.rate + Inner.limit
+    return Settings().of()
+""",
+        notebook,
+    )
+    assert shared_mesh({"data": 2}).run(notebook["step"]) == [5, 5]
+
+
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
     """And with it the data that its methods refer to."""
     mesh = shared_mesh({"data": 2})
