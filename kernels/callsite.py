@@ -95,8 +95,15 @@ def users_frames(error: BaseException) -> TracebackType | None:
         frame = part.tb_frame
         below = isinstance(error, SpmdError) and kept is None and is_ours(frame)
         if not below and not is_our_file(frame.f_code.co_filename):
-            kept = TracebackType(kept, frame, part.tb_lasti, part.tb_lineno)
+            kept = followed_by(kept, part)
     return kept
+
+
+def followed_by(rest: TracebackType | None, part: TracebackType) -> TracebackType:
+    """A traceback of the first frame of another one, and of others below it."""
+    line: int | None = part.tb_lineno  # None of an interrupt in code that is of no line
+    line = part.tb_frame.f_code.co_firstlineno if line is None else line
+    return TracebackType(rest, part.tb_frame, part.tb_lasti, line)
 
 
 def _is_fault(error: BaseException, traceback: Sequence[TracebackType]) -> bool:

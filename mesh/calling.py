@@ -157,7 +157,7 @@ def _compiled(
     shipped, held = None, list[Array]()
     if mesh.is_driver:
         shipped, held = session.shipped.ship_program(callee.source, program, callee.holder)
-    if known is not None and known.shipped is shipped:
+    if known is not None and known.is_of(shipped):
         calls.renewals.count = 0
         return known, held
     if known is not None or calls.empty:

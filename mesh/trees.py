@@ -8,11 +8,9 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import functools
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import optree
 
 from ..kernels.call import word_key
@@ -254,29 +252,46 @@ class _Star:
         return "*"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
-    """A treedef on its way to another process, with the node classes to register there before it is read."""
+    """Arrives in another process as the treedef, which is read once its node classes are registered there.
+
+    Attributes:
+        by_value: its node classes that can't be imported there, and travel with it.
+    """
+
+    def __init__(self, treedef: optree.PyTreeSpec):
+        classes, todo = dict[type, None](), [treedef]
+        while todo:
+            node = todo.pop()
+            todo.extend(node.children())
+            if isinstance(node.type, type):
+                classes[node.type] = None
+        self.by_value = [cls for cls in classes if not travels_by_name(cls)]
+        self._treedef, self._nodes = treedef, list[tuple[type, Callable, Callable, str]]()
+        for cls in classes:  # in this order, which is the same on all ranks
+            is_sent = cls in self.by_value or cls in containers.adopted
+            entry = optree.register_pytree_node.get(cls, namespace=NAMESPACE) if is_sent else None
+            if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
+                self._nodes.append((cls, entry.flatten_func, entry.unflatten_func, entry.namespace or NAMESPACE))
+
+    def __reduce__(self) -> Any:
+        return _arrived, (_Registered(self._nodes), self._treedef)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Registered:
+    """Registers node classes when it arrives."""
 
     nodes: list[tuple[type, Callable, Callable, str]]
-    data: bytes
 
-    def unpack(self) -> optree.PyTreeSpec:
-        for cls, flatten_node, unflatten_node, namespace in self.nodes:
-            if optree.register_pytree_node.get(cls, namespace=NAMESPACE) is None:
-                containers.register(cls, flatten_node, unflatten_node, namespace=namespace or NAMESPACE)
-        return pickle.loads(self.data)
+    def __reduce__(self) -> Any:
+        return _register, (self.nodes,)
 
 
-def pack(treedef: optree.PyTreeSpec, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
-    """Make a treedef ready to travel, by `dumps`; classes that can't be imported there travel with it."""
-    classes: dict[type, Any] = {}
-    todo = [treedef]
-    while todo:
-        node = todo.pop()
-        if isinstance(node.type, type) and (node.type in containers.adopted or not travels_by_name(node.type)):
-            entry = optree.register_pytree_node.get(node.type, namespace=NAMESPACE)
-            if entry is not None and entry.kind == optree.PyTreeKind.CUSTOM:
-                classes[node.type] = (node.type, entry.flatten_func, entry.unflatten_func, entry.namespace)
-        todo.extend(node.children())
-    return Packed(list(classes.values()), dumps(treedef))
+def _register(nodes: list[tuple[type, Callable, Callable, str]]) -> None:
+    for cls, flatten_node, unflatten_node, namespace in nodes:
+        containers.register(cls, flatten_node, unflatten_node, namespace=namespace)
+
+
+def _arrived(registered: None, treedef: optree.PyTreeSpec) -> optree.PyTreeSpec:
+    return treedef

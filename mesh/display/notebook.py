@@ -11,7 +11,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from ...kernels.callsite import hide_our_frames, is_ours
+from ...kernels.callsite import followed_by, hide_our_frames, is_ours
 
 
 def shell() -> Any:
@@ -58,4 +58,4 @@ def _users(traceback: TracebackType | None) -> TracebackType | None:
     rest = _users(traceback.tb_next)
     if is_ours(traceback.tb_frame):
         return rest
-    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+    return followed_by(rest, traceback)

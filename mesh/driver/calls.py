@@ -87,6 +87,10 @@ class DriverCall:
         other._count = self._earlier if flags else self._count
         return other
 
+    def is_of(self, shipped: Shipped | None) -> bool:
+        """Whether it is of this program, and classes of its arguments are as the ranks have them."""
+        return self.shipped is shipped and self._tree.has_classes_as_before
+
     def accepts(self, mesh: Any, leaves: list[Any], spans: Sequence[Span]) -> bool:
         """Whether all Arrays among the arguments can be passed, and the mesh still has the layout that this is for."""
         return self._layout is mesh.layout and passable(mesh, leaves, spans)

@@ -37,13 +37,19 @@ class Shipped:
         last_results: for the plan of a call: rank -> its last description of the results; shared by all with this key.
         kind: of a function, see `Snapshot`.
         before: what the function was, if it was sent for a change of what it refers to.
+        classes: of a structure, those of its nodes that were sent with it, and what they were.
     """
 
-    __slots__ = ("__weakref__", "before", "key", "kind", "last_results")
+    __slots__ = ("__weakref__", "before", "classes", "key", "kind", "last_results")
 
     def __init__(self, key: str, last_results: dict[int, bytes]):
         self.key, self.last_results, self.kind = key, last_results, 0
         self.before: snapshot.Snapshot | None = None
+        self.classes: tuple[list[type], snapshot.Snapshot] | None = None
+
+    @property
+    def has_classes_as_before(self) -> bool:
+        return self.classes is None or self.classes[1].arrays(self.classes[0]) is not None
 
     def changed_part(self, function: Any) -> str:
         """What a function was sent for that has changed, for messages; empty if it was not, or that has no name."""
@@ -189,8 +195,11 @@ class ShippedObjects:
 
     def ship_treedef(self, treedef: Any) -> Shipped:
         shipped = self._treedefs.get(treedef)
-        if shipped is None or not self.has(shipped.key):
-            shipped = self._treedefs[treedef] = self.ship(trees.pack(treedef))
+        if shipped is None or not self.has(shipped.key) or not shipped.has_classes_as_before:
+            packed = trees.Packed(treedef)
+            found = (packed.by_value, snapshot.Snapshot(packed.by_value, self._whole)) if packed.by_value else None
+            shipped = self._treedefs[treedef] = self.ship(packed)
+            shipped.classes = found
         return shipped
 
     def note_followed(self, call: tuple[str, int], axes: frozenset[str]) -> None:

@@ -71,7 +71,9 @@ class Snapshot:
         while at < len(found):
             obj, depth = found[at], depths[at]
             at += 1
-            if isinstance(obj, (*SCALARS, *whole)) or len(found) > _LOOKED_AT:
+            if isinstance(obj, whole) or len(found) > _LOOKED_AT:
+                continue
+            if isinstance(obj, SCALARS) and type(obj).__module__ != "__main__":  # else it has a class to look at
                 continue
             readers, whole_read = _readers_of(obj, depth, in_step=exchanges), True
             if not readers and (isinstance(obj, CONTAINERS) or dataclasses.is_dataclass(type(obj))):

@@ -1,24 +1,61 @@
-"""Classes that travel by value stay as they are in the driver, if they come from there.
+"""Classes that travel by value: they stay as they are in the driver, and are on a rank what each call was sent with.
 
 cloudpickle gives each such class a number, by which it is one class wherever it arrives, but takes over its content
-with every arrival: what a rank returns would replace a driver's methods by copies that see other globals.
+with every arrival: what a rank returns would replace a driver's methods by copies that see other globals. And a rank's
+class has what arrived last, perhaps with another function than the one that is called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _own: weakref.WeakSet[type] = weakref.WeakSet()  # that this process has sent, and not received
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 _keeps = True
+_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()  # in what a class has taken over
+_reading = threading.local()
+
+
+class Content:
+    """What a class had when it arrived."""
+
+    __slots__ = ("_cls", "_content", "_names", "_set")
+
+    def __init__(self, cls: type, set_content: Callable[[type, Any], Any], content: Any):
+        self._cls, self._set, self._content = cls, set_content, content
+        self._names = frozenset(content[0])  # another object for each arrival
+
+    def take_over(self) -> None:
+        """Have the class be what it was then, if it has taken over something else since."""
+        before = _names.get(self._cls, frozenset())
+        if before is self._names:
+            return
+        for name in before - self._names:
+            with contextlib.suppress(AttributeError):
+                delattr(self._cls, name)
+        self._set(self._cls, self._content)
+        _names[self._cls] = self._names
 
 
 def take_over() -> None:
     """Have this process, a driver's rank, take over the content of all classes that arrive."""
     global _keeps
     _keeps = False
+
+
+@contextlib.contextmanager
+def arriving() -> Iterator[list[Content]]:
+    """Collect the content of the classes that arrive in this thread meanwhile."""
+    before, found = getattr(_reading, "found", None), list[Content]()
+    _reading.found = found
+    try:
+        yield found
+    finally:
+        _reading.found = before
 
 
 def kept_at_home(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -32,7 +69,10 @@ def kept_at_home(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _arrive(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
-    set_content, content = state
-    if cls not in _own:
-        _received.add(cls)
-        set_content(cls, content)
+    if cls in _own:
+        return
+    _received.add(cls)
+    content = Content(cls, *state)
+    content.take_over()
+    if (found := getattr(_reading, "found", None)) is not None:
+        found.append(content)

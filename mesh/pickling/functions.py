@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dis
 import functools
 import importlib
 import inspect
@@ -56,6 +57,31 @@ def named_in(module: types.ModuleType, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def with_globals_of_classes(function: types.FunctionType, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What cloudpickle's `__reduce__` returns for a function, with the globals that bodies of classes in it name."""
+    names, around = _named_in_classes(function.__code__), function.__globals__
+    if not names or not isinstance(reduced[2], tuple):
+        return reduced
+    make, arguments, (attributes, state), *others = reduced
+    more = {name: around[name] for name in names if name in around}
+    return make, arguments, (attributes, {**state, "__globals__": {**more, **state["__globals__"]}}), *others
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_in_classes(code: types.CodeType) -> tuple[str, ...]:
+    found = dict[str, None]()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            own = {"__name__"}
+            for step in dis.get_instructions(inner):
+                if step.opname == "STORE_NAME":
+                    own.add(step.argval)
+                elif step.opname == "LOAD_NAME" and step.argval not in own:
+                    found[step.argval] = None
+            found |= dict.fromkeys(_named_in_classes(inner))
+    return tuple(found)
 
 
 def reduced(obj: Any) -> tuple[Any, ...] | None:

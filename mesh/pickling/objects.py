@@ -53,7 +53,11 @@ class Pickler(cloudpickle.Pickler):
             elif type(obj) is types.FunctionType:
                 found = super().reducer_override(self.parts.of_function(obj))
         found = super().reducer_override(obj) if found is None else found
-        return classes.kept_at_home(obj, found) if isinstance(obj, type) and isinstance(found, tuple) else found
+        if isinstance(obj, type) and isinstance(found, tuple):
+            return classes.kept_at_home(obj, found)
+        if type(obj) is types.FunctionType and isinstance(found, tuple):
+            return functions.with_globals_of_classes(obj, found)
+        return found
 
 
 def name_in_script(obj: Any) -> str | None:

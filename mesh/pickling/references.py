@@ -26,10 +26,12 @@ from .operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
-CONTAINERS = (list, tuple, set, dict, collections.deque)
+CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
+_PLAIN_CONTAINERS = (list, tuple, set, frozenset)
 SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
 _WHOLE_DATA = (*SINGLE, *_OF_TORCH, np.ndarray, types.FunctionType, types.BuiltinFunctionType)
+_BOUND = (types.BuiltinMethodType, types.MethodWrapperType)  # `table.get`, also all functions that are built in
 _OF_CLASSES = (property, staticmethod, classmethod)
 _AS_A_WHOLE = (
     types.ModuleType,
@@ -60,6 +62,8 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
         return _partial_parts, 0
     if isinstance(obj, types.MethodType):
         return _method_parts, 0
+    if isinstance(obj, _BOUND):
+        return _object_of_method, 0
     if isinstance(obj, _OF_CLASSES):
         return _functions_in, 0
     read: Reader
@@ -72,7 +76,8 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     elif type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_changing"):
         read = type(obj)._changing
     elif isinstance(obj, CONTAINERS):
-        read = list if type(obj) in (list, tuple, set) else _items
+        read = list if type(obj) in _PLAIN_CONTAINERS else _items
+        read = _items_and_factory if isinstance(obj, collections.defaultdict) else read
     else:
         slots = _slots_of(type(obj))
         is_read = dataclasses.is_dataclass(type(obj)) or not type(obj).__module__.startswith(OWN)
@@ -117,6 +122,10 @@ def _partial_parts(partial: Any) -> list[Any]:
 
 def _method_parts(method: Any) -> list[Any]:
     return [method.__func__, method.__self__]
+
+
+def _object_of_method(method: Any) -> list[Any]:
+    return [method.__self__]
 
 
 def _functions_in(obj: Any) -> list[Any]:
@@ -183,6 +192,10 @@ def _items(container: Any) -> list[Any]:
     return [*(_entries(container) if isinstance(container, dict) else container), *_own_attributes(container)]
 
 
+def _items_and_factory(container: Any) -> list[Any]:
+    return [*_items(container), container.default_factory]
+
+
 def parts_of_data(obj: Any) -> list[Any] | None:
     """What lies in a container or a dataclass; nothing in a number, a text, an Enum's member, a tensor, an array, a
     module or a function.
@@ -191,8 +204,8 @@ def parts_of_data(obj: Any) -> list[Any] | None:
     """
     if isinstance(obj, _WHOLE_DATA):
         return []
-    if isinstance(obj, (*CONTAINERS, frozenset)):
-        return list(obj) if type(obj) in (list, tuple, set, frozenset) else _items(obj)
+    if isinstance(obj, CONTAINERS):
+        return list(obj) if type(obj) in _PLAIN_CONTAINERS else _items(obj)
     return list(attributes_of(obj).values()) if dataclasses.is_dataclass(type(obj)) else None
 
 

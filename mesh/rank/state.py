@@ -15,6 +15,7 @@ from ...kernels.errors import MeshError, add_note
 from .. import wire
 from ..array import Array, meta
 from ..hosts.copier import Copier
+from ..pickling import classes
 from ..pickling.reloading import LoadedModules
 from ..program import CompiledCall, PlannedCall, Program
 from ..protocol import ALL, Spans, each_span
@@ -23,7 +24,6 @@ from ..remote.handle import Remote, named
 from ..remote.reference import Ref
 from ..replication.reports import OutputMeta, encode
 from ..spec import REPLICATED, P
-from ..trees import Packed
 from .held import HeldArrays
 from .lasting_values import KnownLayout, LastingValues
 from .local_values import LocalValues
@@ -206,6 +206,7 @@ class RankState:
         self.values = Values(session.where(), session.lasting)
         self.modules = LoadedModules()
         self._shipped: dict[str, Any] = {}
+        self._classes: dict[str, list[classes.Content]] = {}  # that came with them
         self._calls: dict[str, CompiledCall] = {}
         self._held: dict[str, HeldArrays] = {}  # by program
         self._holding = HeldArrays(session, mesh)  # of what is being read
@@ -219,11 +220,12 @@ class RankState:
             self._calls.clear()  # calls compiled with the old object are out of date
         try:
             self._holding = HeldArrays(self.session, self.mesh)
-            found = self.read(packet)
+            with classes.arriving() as arrived:
+                self._shipped[key] = self.read(packet)
+            self._classes[key] = arrived
             if self._holding:
                 self._held[key] = self._holding
             self.modules.notice()
-            self._shipped[key] = found.unpack() if isinstance(found, Packed) else found
         except BaseException as error:
             add_note(error, "[this rank was reading a function that was sent to it, with what it refers to]")
             self._shipped[key] = _Unreadable(error, error.__traceback__)
@@ -240,18 +242,20 @@ class RankState:
         sys.path[:] = dict.fromkeys([*path, *self._own_path])
 
     def shipped(self, key: str) -> Any:
-        """The object shipped under a key; raises the error if reading it failed."""
+        """The object shipped under a key, with its classes as they were then; raises the error if reading it failed."""
         found = self._shipped[key]
         if isinstance(found, _Unreadable):
             raise found.error.with_traceback(found.traceback)  # the same traceback, however often it is raised
+        for content in self._classes[key]:
+            content.take_over()
         return found
 
     def compiled(self, key: str) -> CompiledCall:
+        planned: PlannedCall = self.shipped(key)
+        tree = self.shipped(planned.tree)
+        program: Program = self.shipped(planned.program)
         call = self._calls.get(key)
         if call is None:
-            planned: PlannedCall = self.shipped(key)
-            program: Program = self.shipped(planned.program)
-            tree = self.shipped(planned.tree)
             noted = self._noted.get(planned.first or key)
             if noted is None or planned.first is None:  # of a function that is there no more, one thing is remembered
                 noted = self._noted[planned.first or key] = Noted(differing={} if noted is None else noted.differing)
@@ -278,6 +282,7 @@ class RankState:
             self.values.free(values)
         for key in keys:
             self._shipped.pop(key, None)
+            self._classes.pop(key, None)
             self._calls.pop(key, None)
             self._held.pop(key, None)
             if (noted := self._noted.get(key)) is not None and not any(map(any, noted.differing.values())):

@@ -61,7 +61,7 @@ def specs_of(metas: Sequence[OutputMeta]) -> list[P]:
 
 def encode(treedef: Any, metas: list[OutputMeta]) -> bytes:
     """A rank's report of its results. Most ranks send equal bytes, so that they are decoded once."""
-    return objects.dumps((trees.pack(treedef, objects.dumps), metas))
+    return objects.dumps((trees.Packed(treedef), metas))
 
 
 def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
@@ -69,8 +69,7 @@ def decode_all(encoded: Sequence[bytes]) -> dict[int, Outputs]:
     decoded: dict[bytes, Outputs] = {}
     for data in encoded:
         if data not in decoded:
-            packed, metas = pickle.loads(data)
-            decoded[data] = packed.unpack(), metas
+            decoded[data] = pickle.loads(data)
     return {rank: decoded[data] for rank, data in enumerate(encoded)}
 
 

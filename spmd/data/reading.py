@@ -30,6 +30,7 @@ from ..mesh.replication.reports import OutputMeta
 from ..mesh.replication.values import same_value
 from ..mesh.spec import REPLICATED, P, block_of, split_sizes
 from ..transforms import Sampler
+from .opening import called
 from .random_numbers import one_thread, own_random_numbers, seed
 from .rows import collated
 
@@ -172,7 +173,7 @@ class MapReader(PartReader):
             for key, count in groups:
                 samples = [self._sample(int(i), epoch) for i in ids[at : at + count]]
                 seed("batch", self.sampler.seed, epoch, step, key)
-                made.append(collate(samples))
+                made.append(called(collate, samples))
                 at += count
             batch = made[0] if len(made) == 1 else joined(made)
         self._empty = trees.map(without_samples, batch)
@@ -183,6 +184,8 @@ class MapReader(PartReader):
         seed("sample", self.sampler.seed, epoch, index)
         try:
             return self.data[index]
+        except StopIteration as error:  # which would be taken for the end of the loop
+            raise RuntimeError(f"sample {index} of the {type(self.data).__name__} raised StopIteration") from error
         except Exception as error:
             add_note(error, f"[reading sample {index} of the Loader's {type(self.data).__name__}]")
             raise

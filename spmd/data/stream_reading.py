@@ -18,6 +18,7 @@ from ..mesh.rank.session import RankSession
 from ..mesh.replication.reports import OutputMeta
 from ..mesh.spec import block_of, split_sizes
 from .cursors import Position, State, taken
+from .opening import called
 from .random_numbers import one_thread, own_random_numbers, seed
 from .reading import PartReader, described, joined, without_samples
 from .rows import collated, seen
@@ -119,7 +120,7 @@ class StreamReader(PartReader):
         return counts, batches
 
     def _collate(self, samples: list[Any]) -> Any:
-        return collated(samples) if self.collate is None else self.collate([seen(sample) for sample in samples])
+        return collated(samples) if self.collate is None else called(self.collate, [seen(sample) for sample in samples])
 
     def _open(self, epoch: int, stream: int, state: State) -> Any:
         """A cursor on one virtual stream: at the beginning of an epoch, or where a state says."""

@@ -560,6 +560,23 @@ def test_a_dataset_that_raises_is_named_and_leaves_the_mesh_usable(shared_mesh, 
     assert loader.state_dict() in ({"epoch": 0, "step": len(seen)}, {"epoch": 0, "step": 1})
 
 
+@pytest.mark.parametrize("of_stream", [False, True])
+def test_a_stop_iteration_is_not_the_end_of_a_loop(shared_mesh, of_stream):
+    class Stops(Squares):
+        def __getitem__(self, index):
+            return next(iter(()))
+
+    def collate(samples):
+        return next(iter(()))
+
+    mesh = shared_mesh({"data": 2})
+    data = Stream([0, 4], lambda shard: range(shard, shard + 4)) if of_stream else Squares(8)
+    with pytest.raises(RuntimeError, match=r"collate at .* raised StopIteration"):
+        next(iter(Loader(data, 4, mesh=mesh, collate_fn=collate)))
+    with pytest.raises(RuntimeError, match="sample 0 of the Stops raised StopIteration"):
+        next(iter(Loader(Stops(8), 4, mesh=mesh, shuffle=False, workers=int(of_stream))))
+
+
 def test_samples_of_several_sizes(shared_mesh):
     loader = Loader([torch.ones(n) for n in (1, 1, 2, 2)], 4, shuffle=False, mesh=shared_mesh({"data": 2}))
     with pytest.raises(RuntimeError, match="equal size") as caught:

@@ -172,6 +172,28 @@ def test_deques():
     assert changed(step, lambda: last.__setitem__(0, 4))
 
 
+def test_what_a_frozenset_a_method_or_a_factory_refers_to():
+    one, rate, table = Empty(), 1, {"a": 1}
+    some, of, made = frozenset([one]), table.get, collections.defaultdict(lambda: rate)
+
+    def use_another_rate():
+        nonlocal rate
+        rate = 2
+
+    assert changed(lambda x: [each.rate for each in some], lambda: setattr(one, "rate", 2))
+    assert changed(lambda x: x * of("a"), lambda: table.update(a=2))
+    assert changed(lambda x: x * made["a"], use_another_rate)
+    assert changed(lambda x: x * made["a"], lambda: setattr(made, "default_factory", int))
+
+
+@pytest.mark.parametrize("base", [enum.IntEnum, float])
+def test_classes_of_the_main_script_derived_from_numbers(base):
+    notebook = {"__name__": "__main__", "base": base, "table": [1]}
+    exec("class Number(base):\n    ONE = 1\n    def scale(self): return table[0]", notebook)
+    number = notebook["Number"](1)
+    assert changed(lambda x: x * number.scale(), lambda: notebook["table"].append(2))
+
+
 @pytest.mark.parametrize("kind", [bytearray, functools.partial(array.array, "B")])
 def test_arrays_of_python(kind):
     lookup = kind([1, 2, 3])
@@ -1066,6 +1088,94 @@ def test_a_class_that_a_rank_has_made_is_as_the_program_changes_it(shared_mesh):
     assert mesh.run(lambda: made.size) == [1, 1]
     made.size = 2
     assert mesh.run(lambda: made.size) == [2, 2]
+
+
+def test_a_class_of_several_functions_is_what_each_call_finds_in_the_program(shared_mesh):
+    """Also after a change back, of which the ranks had the other function last; and without what it lost meanwhile."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh}
+    exec(
+        """
+scale, one, found = 1, torch.ones(()), []
+
+class CellBase:
+    rate = 1
+
+class CellRate(CellBase):
+    rate = 2
+    def scaled(self):
+        return self.rate * scale
+
+def both():
+    found.append((float(first(one)), float(second(one))))
+
+first = spmd(lambda x: x * CellRate().scaled(), mesh=mesh)
+second = spmd(lambda x: x * CellRate().scaled() + hasattr(CellRate, "more"), mesh=mesh)
+first(one)
+scale = 10
+second(one)
+scale = 1
+both()
+CellRate.rate = 1  # as the class before it has
+both()
+CellRate.rate, CellRate.more = 5, True
+both()
+del CellRate.rate, CellRate.more
+both()
+""",
+        notebook,
+    )
+    assert notebook["found"] == [(2, 2), (1, 1), (5, 6), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["typing.NamedTuple", "dict"])
+def test_a_class_of_arguments_is_as_the_program_changes_it(shared_mesh, kind):
+    """And stays so when results of it come back."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "torch": torch, "spmd": spmd, "mesh": mesh}
+    exec(
+        f"""
+import typing
+scale = 1
+
+class CellPoint({kind}):
+    x: torch.Tensor
+    def scaled(self):
+        return (self["x"] if isinstance(self, dict) else self.x) * scale
+
+point = CellPoint(x=torch.ones(()))
+step = spmd(lambda point: point.scaled(), mesh=mesh)
+same = spmd(lambda point: point, mesh=mesh)
+found = [float(step(point)), float(same(point).scaled())]
+scale = 10
+found += [float(step(point)), float(same(point).scaled()), float(point.scaled())]
+CellPoint.scaled = lambda self: torch.full((), 7.0)
+found.append(float(step(point)))
+""",
+        notebook,
+    )
+    assert notebook["found"] == [1, 1, 10, 10, 10, 7]
+
+
+def test_globals_in_the_body_of_a_class_within_a_function(shared_mesh):
+    notebook = {"__name__": "__main__", "torch": torch}
+    exec(
+        """
+rate, limits = 3, [2]
+
+def step():
+    class Settings:
+        rate = rate
+        @torch.no_grad()
+        def of(self):
+            class Inner:
+                limit = limits[0]
+            return self.rate + Inner.limit
+    return Settings().of()
+""",
+        notebook,
+    )
+    assert shared_mesh({"data": 2}).run(notebook["step"]) == [5, 5]
 
 
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import doctest
+import pickle
 from typing import NamedTuple
 
 import optree
@@ -85,7 +86,7 @@ def test_a_prefix_covers_what_lies_below():
 @pytest.mark.parametrize("tree", [1, {}, {"b": 1, "a": (None, [2])}, Pair(1, State(2, name="n"))])
 def test_structures_travel(tree):
     treedef = trees.flatten(tree)[1]
-    assert trees.pack(treedef).unpack() == treedef
+    assert pickle.loads(pickle.dumps(trees.Packed(treedef))) == treedef
 
 
 def test_a_structure_of_the_main_script_travels_to_a_process_that_lacks_it():
@@ -112,10 +113,10 @@ def local():
     return Inner
 
 Inner = local()
-packed = cloudpickle.dumps(trees.pack(trees.flatten({"layer": Layer(Point(1, Inner(2)), name="first")})[1]))
+packed = cloudpickle.dumps(trees.Packed(trees.flatten({"layer": Layer(Point(1, Inner(2)), name="first")})[1]))
 reader = (
     "import sys, pickle; from spmd.mesh import trees;"
-    "treedef = pickle.load(sys.stdin.buffer).unpack();"
+    "treedef = pickle.load(sys.stdin.buffer);"
     "tree = trees.unflatten(treedef, [10, 20]); layer = tree['layer'];"
     "print(type(layer).__name__, layer.name, layer.w.y.v, trees.flatten(tree)[1] == treedef)"
 )

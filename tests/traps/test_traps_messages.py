@@ -215,6 +215,20 @@ def test_all_frames_if_asked(shared_mesh: Callable[..., Mesh], monkeypatch: pyte
     assert any(map(is_ours, frames(caught.value)))
 
 
+def test_an_interrupt_in_code_that_is_of_no_line() -> None:
+    class Samples:
+        def __len__(self) -> int:
+            raise KeyboardInterrupt
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    function: Any = Samples.__len__
+    function.__code__ = function.__code__.replace(co_linetable=b"")
+    with pytest.raises(KeyboardInterrupt):
+        library.Loader(Samples(), 2)
+
+
 LAUNCHED = """
 import torch
 from spmd import Mesh, data_parallel, functional, spmd, value_and_grad
