@@ -167,6 +167,32 @@ def test_schedulers_of_torch(shared_mesh, name, size, shard):
     assert int(opt_state["count"]) == STEPS and opt_state["hyper"]["lr"] == 0.05
 
 
+class DecaySchedule(lr_scheduler.LRScheduler):
+    """Raises the weight decay, and leaves the rate."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * (1 + self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("make", "decays"), [(lr_scheduler.ConstantLR, [0, 0.5]), (DecaySchedule, [0.1, 0.2])])
+def test_a_scheduler_sets_what_it_writes_and_the_rest_may_be_changed(make, decays):
+    opt = optimizer(optim.SGD, lr=1.0, momentum=0.5, weight_decay=0.0, schedule=lambda opt: make(opt))
+    params = {"w": torch.ones(1)}
+    opt_state = opt.init(params)
+    w, momentum, change = params["w"].clone(), 0.0, {}
+    for number, decay in enumerate(decays):
+        opt_state["hyper"] |= change
+        params, opt_state = opt.step(params, {"w": torch.ones(1)}, opt_state)
+        rate = 1.0 if make is DecaySchedule else 1 / 3
+        momentum = (0.25 if number else 0.5) * momentum + 1 + decay * w
+        w -= rate * momentum
+        torch.testing.assert_close(params["w"], w)
+        change = {"momentum": 0.25, "weight_decay": 0.5}
+    assert opt_state["hyper"] == {"lr": 1.0, "dampening": 0, **change}
+
+
 class OnGpu(torch.Tensor):
     """Plays a tensor of a GPU: what is computed from it is one, too, until it is asked to come to the host."""
 
