@@ -168,7 +168,7 @@ class Engine:
         together = [one for some in lent for one in some]
         for one in together:
             if scale is not None:
-                one.param.grad = one.grad * scale.to(one.grad)
+                one.param.grad = one.grad * scale.to(one.grad.device)
             else:
                 keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()

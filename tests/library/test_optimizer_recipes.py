@@ -268,21 +268,41 @@ def test_clipping(shared_mesh, size, shard, clip):
     assert_close(trained(shared_mesh({"data": size}), opt)[0], by_torch(reference))
 
 
-@pytest.mark.parametrize("shard", ["auto", None, "data"])
-def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard):
+@pytest.mark.parametrize(
+    ("shard", "dtype"),
+    [("auto", torch.float32), (None, torch.float32), ("data", torch.float32), ("auto", torch.float16)],
+)
+def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard, dtype):
+    """In half precision the square of the norm would be infinite."""
     mesh = shared_mesh({"data": 2, "model": 2})
     opt = optimizer(optim.SGD, shard=shard, clip=0.5, lr=1.0)
-    params = {"cut": torch.ones(4), "whole": torch.ones(3)}
+    params = {"cut": torch.ones(4, dtype=dtype), "whole": torch.ones(3, dtype=dtype)}
 
     def step(params, opt_state):
-        grads = {"cut": params["cut"] * 3.0, "whole": params["whole"] * 4.0}
+        grads = {"cut": params["cut"] * 300.0, "whole": params["whole"] * 400.0}
         return opt.step(params, grads, opt_state)[0]
 
     specs = {"cut": P("model"), "whole": P()}
     found = spmd(step, mesh=mesh, in_specs=(specs, None), out_specs=specs)(params, opt.init(params))
     norm = (4 * 9 + 3 * 16) ** 0.5
-    torch.testing.assert_close(found["cut"].full(), 1 - 3 * 0.5 / norm * torch.ones(4))
-    torch.testing.assert_close(found["whole"].full(), 1 - 4 * 0.5 / norm * torch.ones(3))
+    torch.testing.assert_close(found["cut"].full(), 1 - 3 * 0.5 / norm * torch.ones(4, dtype=dtype))
+    torch.testing.assert_close(found["whole"].full(), 1 - 4 * 0.5 / norm * torch.ones(3, dtype=dtype))
+
+
+def test_clipping_gradients_of_several_dtypes():
+    """Torch multiplies by the factor as it is, and does not round it to each gradient's dtype first."""
+    params = {"w": torch.zeros(1000, dtype=torch.bfloat16), "v": torch.zeros(10)}
+    grads = {
+        name: torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) for name, value in params.items()
+    }
+    grads["w"] = grads["w"].bfloat16()
+    opt = optimizer(optim.SGD, lr=1.0, clip=1.0)
+    found, _ = opt.step(params, grads, opt.init(params))
+    reference = [nn.Parameter(value.clone()) for value in params.values()]
+    for param, gradient in zip(reference, grads.values(), strict=True):
+        param.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(reference, 1.0)
+    assert all(torch.equal(-value, param.grad) for value, param in zip(found.values(), reference, strict=True))
 
 
 @pytest.mark.parametrize(("size", "shard"), cases(lambda size, shard: size == 3, RANKS, ("auto", None)))
