@@ -589,6 +589,26 @@ def test_what_an_optimizer_from_elsewhere_cannot_keep_is_refused():
         opt.step(params, params, opt.init(params))
 
 
+def test_a_count_that_an_optimizer_from_elsewhere_keeps_in_itself_gives_a_warning():
+    """A run that is resumed would begin it anew."""
+
+    class Counts(Clipped):
+        def __init__(self, params, **options):
+            super().__init__(params, **options)
+            self.steps, self.limit = 0, 1.0
+
+        def step(self, closure=None):
+            super().step()
+            self.steps += 1
+
+    opt = optimizer(Counts, lr=1.0)
+    params = {"w": torch.tensor(3.0)}
+    text = r"Counts changes a number that it keeps in itself, .*got self.steps.*self.param_groups\[0\]\['steps'\]"
+    with pytest.warns(UserWarning, match=text):
+        new, opt_state = opt.step(params, params, opt.init(params))
+    opt.step(new, params, opt_state)  # once is enough
+
+
 @pytest.mark.parametrize("cls", [optim.SGD, Clipped])
 def test_hooks_of_every_optimizer_are_called(cls):
     def halve(stepped, args, kwargs):
