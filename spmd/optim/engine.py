@@ -173,8 +173,8 @@ class Engine:
             else:
                 keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()
-            if one.state:
-                instance.state[one.param] = one.state
+            if one.state:  # a copy: what a class from elsewhere writes there is told from what it was lent
+                instance.state[one.param] = {**one.state} if self.looks_at_all else one.state
         if len(batch_of) == 1:
             instance.param_groups[0]["params"] = [one.param for one in together]
         else:

@@ -1059,6 +1059,29 @@ def test_classes_from_elsewhere_that_treat_elements_alike_are_sharded(direction)
     assert torch.equal(state, torch.get_rng_state())
 
 
+class _Replaces(optim.Optimizer):
+    """Puts new tensors where others write to those that are there."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["momentum"] = state.get("momentum", torch.zeros_like(param.data)) * 0.9 + param.grad
+            param.data = param.data - self.param_groups[0]["lr"] * state["momentum"]
+
+
+def test_new_tensors_of_a_class_from_elsewhere_are_taken_when_it_is_sharded():
+    params = {"w": torch.linspace(-1, 1, 70), "v": torch.ones(3, 5)}
+    sharded, plain = (optimizer(_Replaces, shard=shard) for shard in ("data", None))
+    (found, state), (expected, alone) = ((params, opt.init(params)) for opt in (sharded, plain))
+    for _ in range(3):
+        found, state = sharded.step(found, found, state)
+        expected, alone = plain.step(expected, expected, alone)
+    assert same(found, expected) and not same(found, params)
+
+
 @pytest.mark.parametrize(
     ("state", "text"),
     [
