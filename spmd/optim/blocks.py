@@ -136,7 +136,11 @@ class FlatJob:
     def take_back(self, start: int, stop: int, lent: Sequence[Lent], after: Sequence[State]) -> None:
         piece, first = self._at[start]
         spans = piece.within(first, first + stop - start)
+        size = self.out.element_size()
+        first_address = self.out.data_ptr() + start * size
         for (low, high), one, state in zip(spans, lent, after, strict=True):
+            if one.param.data_ptr() != first_address + low * size:  # after `param.data = ...`
+                self.out[start + low : start + high].copy_(one.param)
             for name, value in state.items():
                 before = one.state.get(name)
                 if value is before or not is_laid_out_as(value, one.param.shape):

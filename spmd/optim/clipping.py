@@ -38,7 +38,10 @@ def scale_of(clip: float, params: Sequence[Tensor], grads: Sequence[Tensor | Non
     norms = []
     for axes, gradients in cut.items():
         norm = torch.nn.utils.get_total_norm(gradients)
-        norms.append(transforms.psum(norm.square(), axes).sqrt() if axes else norm)
+        if axes:
+            wide = norm.to(torch.promote_types(norm.dtype, torch.float32))  # in float16 its square may be infinite
+            norm = transforms.psum(wide.square(), axes).sqrt().to(norm.dtype)
+        norms.append(norm)
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     scale = torch.clamp(clip / (norm + 1e-6), max=1.0)
     return None if scale.is_cpu and scale.item() == 1.0 else scale

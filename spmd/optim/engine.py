@@ -21,7 +21,7 @@ from ..kernels import torch_private
 from ..kernels.errors import SpecError, SpmdError
 from ..mesh import trees
 from .blocks import BLOCK, Block, FlatJob, Job, Piece, WholeJob, allocate_like, batches, shared_memory
-from .hyper import is_numeric, lent, mentions, refuse_unknown, sees_classes, written
+from .hyper import is_numeric, lent, mentions, numbers_in, refuse_unknown, sees_classes, warn_of_own, written
 from .leaves import Leaf, State, is_elementwise, is_torchs, refuse_leaf, refuse_step
 
 # The dtypes for which torch's fused kernels start from the same state as the others (in half precision, SGD's start
@@ -49,6 +49,7 @@ class Engine:
         # Classes from elsewhere may look at all parameters in a step, and count their steps in the group.
         self.looks_at_all = self._bare_step is None
         self._written: set[str] = set()  # names that steps have written in the group, besides the numbers
+        self._own: dict[str, Any] | None = None  # numbers that a new instance from elsewhere keeps in itself
         # Classes from elsewhere may clip or scale gradients in place; of torch's own, foreach SGD with nesterov does.
         writes = cls is torch.optim.SGD and bool(options.get("nesterov"))
         self._keeps = is_torchs(cls) and not (writes and options.get("foreach"))
@@ -168,12 +169,12 @@ class Engine:
         together = [one for some in lent for one in some]
         for one in together:
             if scale is not None:
-                one.param.grad = one.grad * scale.to(one.grad)
+                one.param.grad = one.grad * scale.to(one.grad.device)
             else:
                 keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()
-            if one.state:
-                instance.state[one.param] = one.state
+            if one.state:  # a copy: what a class from elsewhere writes there is told from what it was lent
+                instance.state[one.param] = {**one.state} if self.looks_at_all else one.state
         if len(batch_of) == 1:
             instance.param_groups[0]["params"] = [one.param for one in together]
         else:
@@ -249,6 +250,8 @@ class Engine:
             )
         for group in instance.param_groups:
             group["params"] = []
+        if self._own and warn_of_own(self.cls, self._own, instance):
+            self._own = {}
         self._idle[is_fused].append((instance, options))
 
     def _read(self, group: dict[str, Any], options: dict, lent: dict, hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +274,8 @@ class Engine:
         except IndexError:
             instance = self._construct([torch.zeros(1, 1, device="cpu")], **({"fused": True} if is_fused else {}))
             instance.state.clear()
+            if self.looks_at_all and self._own is None:
+                self._own = numbers_in(instance)
             return instance, {name: value for name, value in instance.param_groups[0].items() if name != "params"}
 
     def _construct(self, params: Sequence[Tensor], **more: Any) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..kernels.callsite import warn
 from ..kernels.errors import SpecError, SpmdError
 
 
@@ -89,6 +90,21 @@ def written(
                 remedy="keep it per parameter, or as a number in the group",
             )
     return found
+
+
+def numbers_in(instance: Optimizer) -> dict[str, Any]:
+    """The numbers that an optimizer keeps in itself, in no group and for no parameter."""
+    return {name: value for name, value in vars(instance).items() if type(value) in (int, float)}
+
+
+def warn_of_own(cls: type, before: Mapping[str, Any], instance: Optimizer) -> bool:
+    """Warn if a step has changed one of them, which no state has: a run that is resumed begins with its first value."""
+    after = numbers_in(instance)
+    name = next((name for name, value in before.items() if after.get(name, value) != value), None)
+    if name is not None:
+        problem = f"{cls.__name__} changes a number that it keeps in itself, and opt_state has no part in it"
+        warn(problem, got=f"self.{name}", remedy=f"keep it in the group: self.param_groups[0][{name!r}]")
+    return name is not None
 
 
 def mentions(cls: type, name: str) -> bool:

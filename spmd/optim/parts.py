@@ -26,7 +26,7 @@ from ..mesh.spec import Sharded
 from .engine import Engine
 from .flat import divided, joined
 from .leaves import Leaf, State, declared_as, is_torchs, layout_of, localized, refusal, refuse_torchs
-from .slices import ALONE, Axis, Ranks, Slice, fetched
+from .slices import ALONE, Axis, Ranks, Slice, cut_otherwise, fetched, is_cut_over
 
 # Elements. With "auto", leaves of one kind are sliced only if they have more than this together. For fewer, an exchange
 # still costs as much: all ranks wait for each other once more, on busy cores for another process's time slice.
@@ -212,9 +212,8 @@ class _Division:
     def _number_of(self, members: Sequence[int]) -> str:
         """A hash that tells these leaves from all others: if one is frozen, say, those behind it move."""
         leaves = [self._leaves[index] for index in members]
-        # The local shape of a cut leaf depends on the number of ranks.
-        named = [(leaf.path, None if layout_of(leaf.param).axes else tuple(leaf.param.shape)) for leaf in leaves]
-        return f"{word_key(*named):x}"[:8]
+        # The local shape of a cut leaf tells how many parts it has: laid end to end, other parts lie otherwise.
+        return f"{word_key(*[(leaf.path, tuple(leaf.param.shape)) for leaf in leaves]):x}"[:8]
 
     def _alike(self, members: Iterable[int]) -> list[list[int]]:
         """Groups of leaves that can share a slice's state, as their step counts and other single values agree."""
@@ -229,13 +228,15 @@ class _Division:
     def _dissolve(self, key: str) -> None:
         """Split state that lies end to end into one state for each leaf."""
         leaves = [self._leaves[index] for index in self._members(key) or ()]
-        own = self._state.pop(key)
+        own, cut = self._state.pop(key), layout_of(leaves[0].param).axes
         for name, value in own.items():
             # A copy for each: a shared one that was donated would be stepped in place once for every leaf.
             parts: Iterable[Any] = [value.clone() if isinstance(value, Tensor) else value for _ in leaves]
             local = value.local if isinstance(value, Sharded) else value
             if isinstance(local, Tensor) and local.ndim:
-                flat = fetched(layout_of(leaves[0].param).axes, value)
+                if not is_cut_over(value, cut):
+                    raise cut_otherwise(key, name, local, f"parts of it, cut over {sorted(cut)}")
+                flat = fetched(cut, value)
                 parts = divided(tuple(leaf.param.shape for leaf in leaves), flat)
             for leaf, part in zip(leaves, parts, strict=True):
                 self._state.setdefault(leaf.path, {})[name] = part
@@ -252,6 +253,10 @@ class _Division:
             )
             if key[0] not in "[.":
                 whose = "other trainable parameters than these, or of these in another order"
+                if "/" in key:
+                    whose += ", or of these cut into other parts"
+                    remedy += "; of parameters that are cut, go on with it on a mesh with the sizes of these axes that "
+                    remedy += "it was made on"
                 dtypes = sorted({dtype_name(leaf.param.dtype) for leaf in self._leaves})
                 dtype = re.split(r"\W", key)[0]
                 if dtype not in dtypes:

@@ -97,10 +97,11 @@ class Schedule:
 
 
 class _Played:
-    """A torch scheduler, and what it has set for every step so far."""
+    """A torch scheduler, and what it has set for every step so far: the rate, and other numbers if it writes them."""
 
     def __init__(self, factory: Callable[[torch.optim.Optimizer], Any], starts: Sequence[Mapping[str, Any]]):
         self._optimizer = _Groups(starts)
+        self._before = [{**group} for group in self._optimizer.param_groups]
         self._scheduler = factory(self._optimizer)
         if isinstance(self._scheduler, lr_scheduler.ReduceLROnPlateau):
             raise SpecError(
@@ -111,6 +112,7 @@ class _Played:
             got = type(self._scheduler).__name__
             raise SpecError("schedule= made no scheduler of an optimizer", got=got, expected=_FORMS)
         self._starts = starts
+        self._scheduled = [{"lr"} for _ in starts]
         self._steps = [self._now()]
 
     def at(self, step: int) -> list[dict[str, Any]]:
@@ -121,11 +123,13 @@ class _Played:
         return self._steps[step]
 
     def _now(self) -> list[dict[str, Any]]:
-        """For each group, those of its values that a scheduler may set."""
-        return [
-            {name: _plain(group[name]) for name in ("lr", "momentum", "betas") if name in start}
-            for group, start in zip(self._optimizer.param_groups, self._starts, strict=True)
-        ]
+        """For each group, those of its numbers that the scheduler has written by now: the rest may be changed."""
+        now: list[dict[str, Any]] = []
+        groups = zip(self._optimizer.param_groups, self._before, self._starts, self._scheduled, strict=True)
+        for group, before, start, scheduled in groups:
+            scheduled.update(name for name in start if group[name] is not before[name])
+            now.append({name: _plain(group[name]) for name in start if name in scheduled})
+        return now
 
 
 class _Groups(torch.optim.Optimizer):

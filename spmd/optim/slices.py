@@ -190,15 +190,27 @@ class Slice:
         if not self.cut or self.spec is None:
             return
         if value.shape != (self.length,) or getattr(value, "_spmd_spec", self.spec) != self.spec:
-            raise SpecError(
-                f"opt_state['state'][{self.key!r}][{name!r}] is not cut as the parameters are",
-                got=f"shape {tuple(value.shape)}, cut by {getattr(value, '_spmd_spec', None)}",
-                expected=f"({self.length},), cut by {self.spec}",
-                remedy="go on with it on a mesh with the sizes of these axes that it was made on",
-            )
+            raise cut_otherwise(self.key, name, value, f"({self.length},), cut by {self.spec}")
 
     def declare(self, own: State) -> State:
         return own if self.spec is None else declared(own, (self.length,), self.spec)
+
+
+def cut_otherwise(key: str, name: str, value: Tensor, expected: str) -> SpecError:
+    """The error for state of cut parameters that is whole, or of ranks that were other ones."""
+    return SpecError(
+        f"opt_state['state'][{key!r}][{name!r}] is not cut as the parameters are",
+        got=f"shape {tuple(value.shape)}, cut by {getattr(value, '_spmd_spec', None)}",
+        expected=expected,
+        remedy="go on with it on a mesh with the sizes of these axes that it was made on",
+    )
+
+
+def is_cut_over(value: Any, cut: frozenset[str]) -> bool:
+    """Whether a value has the parts of leaves that are cut over these axes, where these have more than one."""
+    region = current()
+    parts = 1 if region is None else region.session.layout.parts(tuple(cut))
+    return parts == 1 or cut <= {*_axes_of(value)}
 
 
 def fetched(cut: frozenset[str], value: Any) -> Tensor:

@@ -589,6 +589,26 @@ def test_what_an_optimizer_from_elsewhere_cannot_keep_is_refused():
         opt.step(params, params, opt.init(params))
 
 
+def test_a_count_that_an_optimizer_from_elsewhere_keeps_in_itself_gives_a_warning():
+    """A run that is resumed would begin it anew."""
+
+    class Counts(Clipped):
+        def __init__(self, params, **options):
+            super().__init__(params, **options)
+            self.steps, self.limit = 0, 1.0
+
+        def step(self, closure=None):
+            super().step()
+            self.steps += 1
+
+    opt = optimizer(Counts, lr=1.0)
+    params = {"w": torch.tensor(3.0)}
+    text = r"Counts changes a number that it keeps in itself, .*got self.steps.*self.param_groups\[0\]\['steps'\]"
+    with pytest.warns(UserWarning, match=text):
+        new, opt_state = opt.step(params, params, opt.init(params))
+    opt.step(new, params, opt_state)  # once is enough
+
+
 @pytest.mark.parametrize("cls", [optim.SGD, Clipped])
 def test_hooks_of_every_optimizer_are_called(cls):
     def halve(stepped, args, kwargs):
@@ -1037,6 +1057,29 @@ def test_classes_from_elsewhere_that_treat_elements_alike_are_sharded(direction)
     state = torch.get_rng_state()
     optimizer(type("Alike", (_Stepping,), {"direction": staticmethod(direction)}), shard="data")
     assert torch.equal(state, torch.get_rng_state())
+
+
+class _Replaces(optim.Optimizer):
+    """Puts new tensors where others write to those that are there."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["momentum"] = state.get("momentum", torch.zeros_like(param.data)) * 0.9 + param.grad
+            param.data = param.data - self.param_groups[0]["lr"] * state["momentum"]
+
+
+def test_new_tensors_of_a_class_from_elsewhere_are_taken_when_it_is_sharded():
+    params = {"w": torch.linspace(-1, 1, 70), "v": torch.ones(3, 5)}
+    sharded, plain = (optimizer(_Replaces, shard=shard) for shard in ("data", None))
+    (found, state), (expected, alone) = ((params, opt.init(params)) for opt in (sharded, plain))
+    for _ in range(3):
+        found, state = sharded.step(found, found, state)
+        expected, alone = plain.step(expected, expected, alone)
+    assert same(found, expected) and not same(found, params)
 
 
 @pytest.mark.parametrize(

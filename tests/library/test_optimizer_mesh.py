@@ -22,6 +22,7 @@ from spmd import (
     axis_index,
     data_parallel,
     ema,
+    fetch,
     functional,
     grad,
     optimizer,
@@ -449,6 +450,34 @@ def test_whole_state_is_cut_as_its_parameter_is(shared_mesh, shard, key, spec):
     found, state = run(params, grads, opt_state)
     assert torch.equal(found["w"].full(), wanted["w"]) and torch.equal(found["b"].full(), wanted["b"])
     assert {its.partition("#")[0]: own["sum"].spec for its, own in state["state"].items()}[key] == spec
+
+
+@pytest.mark.parametrize(
+    ("shard", "before", "after"),
+    [("auto", (2, 1), (1, 2)), ("auto", (2, 2), (1, 2)), ("data", (1, 2), (1, 1)), ("auto", (2, 1), (1, 1))],
+)
+def test_state_of_cut_parameters_that_was_fetched(shared_mesh, shard, before, after):
+    """Laid end to end, it lies otherwise on other ranks; if no axis that cuts has several, it goes on anywhere."""
+    opt = optimizer(optim.AdamW, lr=0.1, shard=shard)
+    whole = {"w": drawn(256, 128), "v": drawn(256, 64)}
+
+    def stepped(sizes, params, opt_state):
+        mesh = shared_mesh(dict(zip(("data", "model"), sizes, strict=True)))
+        params = put(params, P("model"), mesh=mesh)
+        specs = dict.fromkeys(params, P("model"))
+        return fetch(
+            spmd(lambda p, state: opt.step(p, p, state), mesh=mesh, out_specs=(specs, None))(params, opt_state)
+        )
+
+    params, opt_state = stepped(before, whole, opt.init(whole))
+    if after != (1, 1) or before[1] > 1:
+        with pytest.raises(SpecError, match=r"cut .*go on with it on a mesh with the sizes of these axes"):
+            stepped(after, params, opt_state)
+        return
+    found, alone = whole, opt.init(whole)
+    for _ in range(2):
+        found, alone = opt.step(found, found, alone)
+    torch.testing.assert_close(stepped(after, params, opt_state)[0], found)
 
 
 def test_few_parameters_are_stepped_whole_by_default(shared_mesh):

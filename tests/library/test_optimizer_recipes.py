@@ -167,6 +167,32 @@ def test_schedulers_of_torch(shared_mesh, name, size, shard):
     assert int(opt_state["count"]) == STEPS and opt_state["hyper"]["lr"] == 0.05
 
 
+class DecaySchedule(lr_scheduler.LRScheduler):
+    """Raises the weight decay, and leaves the rate."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * (1 + self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("make", "decays"), [(lr_scheduler.ConstantLR, [0, 0.5]), (DecaySchedule, [0.1, 0.2])])
+def test_a_scheduler_sets_what_it_writes_and_the_rest_may_be_changed(make, decays):
+    opt = optimizer(optim.SGD, lr=1.0, momentum=0.5, weight_decay=0.0, schedule=lambda opt: make(opt))
+    params = {"w": torch.ones(1)}
+    opt_state = opt.init(params)
+    w, momentum, change = params["w"].clone(), 0.0, {}
+    for number, decay in enumerate(decays):
+        opt_state["hyper"] |= change
+        params, opt_state = opt.step(params, {"w": torch.ones(1)}, opt_state)
+        rate = 1.0 if make is DecaySchedule else 1 / 3
+        momentum = (0.25 if number else 0.5) * momentum + 1 + decay * w
+        w -= rate * momentum
+        torch.testing.assert_close(params["w"], w)
+        change = {"momentum": 0.25, "weight_decay": 0.5}
+    assert opt_state["hyper"] == {"lr": 1.0, "dampening": 0, **change}
+
+
 class OnGpu(torch.Tensor):
     """Plays a tensor of a GPU: what is computed from it is one, too, until it is asked to come to the host."""
 
@@ -242,21 +268,41 @@ def test_clipping(shared_mesh, size, shard, clip):
     assert_close(trained(shared_mesh({"data": size}), opt)[0], by_torch(reference))
 
 
-@pytest.mark.parametrize("shard", ["auto", None, "data"])
-def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard):
+@pytest.mark.parametrize(
+    ("shard", "dtype"),
+    [("auto", torch.float32), (None, torch.float32), ("data", torch.float32), ("auto", torch.float16)],
+)
+def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard, dtype):
+    """In half precision the square of the norm would be infinite."""
     mesh = shared_mesh({"data": 2, "model": 2})
     opt = optimizer(optim.SGD, shard=shard, clip=0.5, lr=1.0)
-    params = {"cut": torch.ones(4), "whole": torch.ones(3)}
+    params = {"cut": torch.ones(4, dtype=dtype), "whole": torch.ones(3, dtype=dtype)}
 
     def step(params, opt_state):
-        grads = {"cut": params["cut"] * 3.0, "whole": params["whole"] * 4.0}
+        grads = {"cut": params["cut"] * 300.0, "whole": params["whole"] * 400.0}
         return opt.step(params, grads, opt_state)[0]
 
     specs = {"cut": P("model"), "whole": P()}
     found = spmd(step, mesh=mesh, in_specs=(specs, None), out_specs=specs)(params, opt.init(params))
     norm = (4 * 9 + 3 * 16) ** 0.5
-    torch.testing.assert_close(found["cut"].full(), 1 - 3 * 0.5 / norm * torch.ones(4))
-    torch.testing.assert_close(found["whole"].full(), 1 - 4 * 0.5 / norm * torch.ones(3))
+    torch.testing.assert_close(found["cut"].full(), 1 - 3 * 0.5 / norm * torch.ones(4, dtype=dtype))
+    torch.testing.assert_close(found["whole"].full(), 1 - 4 * 0.5 / norm * torch.ones(3, dtype=dtype))
+
+
+def test_clipping_gradients_of_several_dtypes():
+    """Torch multiplies by the factor as it is, and does not round it to each gradient's dtype first."""
+    params = {"w": torch.zeros(1000, dtype=torch.bfloat16), "v": torch.zeros(10)}
+    grads = {
+        name: torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) for name, value in params.items()
+    }
+    grads["w"] = grads["w"].bfloat16()
+    opt = optimizer(optim.SGD, lr=1.0, clip=1.0)
+    found, _ = opt.step(params, grads, opt.init(params))
+    reference = [nn.Parameter(value.clone()) for value in params.values()]
+    for param, gradient in zip(reference, grads.values(), strict=True):
+        param.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(reference, 1.0)
+    assert all(torch.equal(-value, param.grad) for value, param in zip(found.values(), reference, strict=True))
 
 
 @pytest.mark.parametrize(("size", "shard"), cases(lambda size, shard: size == 3, RANKS, ("auto", None)))
