@@ -15,6 +15,7 @@ import datetime
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..kernels.waiting import turn
 # may still wait for one that it was given: DDP within `Join` for one a model, from its forward pass to the end of its
 # backward pass. C++ doesn't tell when it lets go of it; the others are for what a program drops in between.
 _dropped: collections.deque[Work] = collections.deque(maxlen=4)
+_closed: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Work(dist.Work):
@@ -60,7 +62,7 @@ class Work(dist.Work):
         self._event = event
 
     def __del__(self) -> None:
-        if self._started:
+        if self._started and self.comm not in _closed:
             _dropped.append(self)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -160,6 +162,7 @@ def close(comms: Iterable[Communicator]) -> None:
     """Close communicators, and let go of their works that Python has dropped."""
     for comm in comms:
         comm.close()
+        _closed.add(comm)
         for work in [each for each in _dropped if each.comm is comm]:
             _dropped.remove(work)
 
@@ -229,8 +232,8 @@ class _Futures:
                 self._pending = [work for work in self._pending if work not in over]
                 self._leads = False
                 self._have_leader()
-            for work in over:
-                work.is_completed()
+            while over:  # leaving none to a thread that is idle
+                over.pop(0).is_completed()
             with self._wanted:
                 self._idle += 1
 

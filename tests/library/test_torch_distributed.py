@@ -59,24 +59,25 @@ def use(group):
     assert x[-1] == size
     y = torch.ones(3)
     dist.send(y, 1, group=group) if rank == 0 else dist.recv(y, 0, group=group) if rank == 1 else None
-    if rank == 0:  # more than are under way at once, which nobody receives
-        [dist.isend(x, 1, group=group) for _ in range(40)]
+    dist.barrier(group=group, async_op=True).get_future().wait()
+    # More than are under way at once, which nobody receives.
+    return [dist.isend(x, 1, group=group) for _ in range(40)] if rank == 0 else []
 
 begin("first")
 for number in range(500):
     group = dist.new_group()
-    if number % 10 == 0:
-        use(group)
+    kept = use(group) if number % 10 == 0 else []
     dist.destroy_process_group(group)
     if number == 100:
         before = top()
-del group
+del group, kept
 grown = top() - before
 dist.destroy_process_group()
 for number in range(5):  # and again, each with an arena of its own
     begin(f"again {number}")
-    use(None)
+    kept = use(None)
     dist.destroy_process_group()
+    del kept  # works that are dropped after their group
 gc.collect()
 sys.stdout.write(f"{rank} grown {grown} maps {maps()}\\n")
 """
