@@ -7,6 +7,7 @@ its own: a `DataLoader` that shuffles without a seed gives every rank other batc
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ import torch
 
 from ...kernels.call import other_calls, word_key
 from ...kernels.flat import storages
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import holders, in_torch_func, without_torch_function
 from .. import agreement, trees
 from ..agreement import path_in
 from ..ambient import made_within_torch_func
@@ -111,11 +112,12 @@ class LaunchedCall:
             raise
         found = self._last.results
         assert found is not None
-        theirs |= self._call.captured_memory
+        on_mesh = [value for value, leaf in zip(values, leaves, strict=True) if type(leaf) is Array]
+        theirs |= _held_elsewhere(outcome.tensors, on_mesh)
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, found.leaves, strict=True):
             if result.meta is not None:
-                # A copy of what shares memory with a tensor passed in, or captured: the program may change that.
+                # A copy of what shares memory with something of the program's, which may change it.
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         local = LocalValues(self._session, tensors, found.metas, shapes, region=self._session.regions)
@@ -159,6 +161,29 @@ class LaunchedCall:
                 check=looked,
             )
         return outcome
+
+
+def _held_elsewhere(results: Sequence[Any], on_mesh: Sequence[Any]) -> set[int]:
+    """The addresses of those memories of results that others may hold, too: what the body captures, say.
+
+    Among these are memories that torch has not allocated (arrays'), but not those of values on the mesh, which nobody
+    changes.
+    """
+    times: collections.Counter[int] = collections.Counter()
+    found, elsewhere = dict[int, torch.Tensor](), set[int]()
+    for result in results:
+        if type(result) is torch.Tensor and result.layout is torch.strided:
+            where = result.untyped_storage().data_ptr()
+            times[where], found[where] = times[where] + 1, result
+        else:
+            elsewhere |= storages(result)
+    for where, result in found.items():
+        if holders(result) > times[where] or not result.untyped_storage().resizable():
+            elsewhere.add(where)
+    if elsewhere:
+        with without_torch_function():  # which donated tensors refuse
+            elsewhere.difference_update(*map(storages, on_mesh))
+    return elsewhere
 
 
 def _as_here(theirs: Any, mine: Any) -> Any:

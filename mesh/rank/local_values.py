@@ -117,7 +117,7 @@ class LocalValues:
         known = self._shapes[index] if self._shapes is not None else None
         whose = f"call {self.region}" if self.region else ""
         if self.deal is not None:
-            whose = "batch {1} of epoch {0}".format(*self.deal.position)
+            whose = "batch {1} of epoch {0}, Loader({2})".format(*self.deal.position, self.deal.source)
 
         def gather() -> list[torch.Tensor]:
             comm = self._session.comm()
@@ -138,7 +138,7 @@ class LocalValues:
             out = launched.call(self._session, gather, "the value of an Array")
         else:
             out = gather()
-        if strides.is_standard(mine):
-            return out
-        order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())
-        return [strides.copied(shard, strides.joined(shard.shape, *order)) for shard in out]
+        if not strides.is_standard(mine):
+            order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())
+            out = [strides.copied(shard, strides.joined(shard.shape, *order)) for shard in out]
+        return [frozen_as(mine, shard) for shard in out]
