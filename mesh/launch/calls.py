@@ -104,16 +104,16 @@ class LaunchedCall:
                         raise made_within_torch_func(self._mesh.describe()) from None
                     raise
             values.append(leaf)
+        on_mesh = [span for span in spans if span.source is not None]
         try:
-            run = functools.partial(self._run, values, specs, key, check, deal)
+            run = functools.partial(self._run, values, specs, key, check, deal, on_mesh)
             outcome = launched.call(self._session, run, self._name, pure=True)
         except BaseException:
             self._call.forget()
             raise
         found = self._last.results
         assert found is not None
-        on_mesh = [value for value, leaf in zip(values, leaves, strict=True) if type(leaf) is Array]
-        theirs |= _held_elsewhere(outcome.tensors, on_mesh)
+        theirs |= _held_elsewhere(outcome.tensors, [values[index] for index in self._inputs.on_mesh])
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, found.leaves, strict=True):
             if result.meta is not None:
@@ -128,7 +128,9 @@ class LaunchedCall:
         ]
         return trees.unflatten(found.treedef, made)
 
-    def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
+    def _run(
+        self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None, on_mesh: list[Span]
+    ) -> Outcome:
         self._count += 1
         layout, where = self._mesh.layout, self._mesh.describe
         first = self._last.results is None and not self._followed
@@ -137,7 +139,7 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked, total=self.settled.total)
         comm = self._session.comm()
         news = self._last.results is None or not outcome.unchanged
-        number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
+        number = number_of(given, outcome.prints) ^ self._number ^ number_of_values(deal, on_mesh)
         # All must learn whether any rank has news, since all ranks then exchange descriptions.
         most_news, most, least = comm.all_reduced(
             torch.tensor([int(news), number, -number], device="cpu"), "max"
@@ -147,7 +149,8 @@ class LaunchedCall:
             if any(name != self._name for name, _ in told):
                 raise other_calls({rank: name for rank, (name, _) in enumerate(told)})
             refuse_other_batches([its for _, its in told], self._name, where())
-            self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
+            described = self._inputs.described(given, on_mesh)
+            self._inputs.compare(comm.all_gather_bytes(pickle.dumps(described)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
             everyone = decode_all([encoded for _, encoded in gathered])
@@ -192,12 +195,17 @@ def _as_here(theirs: Any, mine: Any) -> Any:
 
 
 class ReplicatedInputs:
-    """The arguments that every rank passes whole, in calls of one signature."""
+    """The arguments that every rank passes whole, in calls of one signature.
+
+    Attributes:
+        on_mesh: the indices of the others.
+    """
 
     def __init__(self, treedef: Any, plan: InputPlan, name: str):
         self._treedef, self._name, self._keys = treedef, name, trees.keys_text(treedef)
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
+        self.on_mesh = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "array"]
         self._before: tuple[list[Any], Given] = [], ()  # last values, if plain and without tensors
 
     def prints(self, values: list[Any], check: Check) -> Given:
@@ -214,12 +222,19 @@ class ReplicatedInputs:
             self._before = given, tuple(found)
         return tuple(found)
 
-    def compare(self, gathered: list[bytes], where: str) -> None:
-        """Refuse arguments that differ between ranks, according to the ranks' pickled `prints`."""
-        indexes = [*self._tensors, *self._values]
+    def described(self, given: Given, on_mesh: Sequence[Span]) -> Given:
+        """The keys, then of each argument what `prints` gave, and of values on the mesh which ones they are."""
+        keys, *prints = given or (("", None),)
+        found = dict(zip([*self._tensors, *self._values], prints, strict=bool(prints)))
+        for source, at, start, stop in on_mesh:
+            found.update({at + index - start: (source.origin(index), None) for index in range(start, stop)})
+        return keys, *(found.get(index, ("", None)) for index in range(self._treedef.num_leaves))
 
-        def leaf(number: int) -> str:
-            return f"{describe_path(path_in(self._treedef, indexes[number]))} of {self._name}"
+    def compare(self, gathered: list[bytes], where: str) -> None:
+        """Refuse arguments that differ between ranks, according to what `described` gave on each, pickled."""
+
+        def leaf(index: int) -> str:
+            return f"{describe_path(path_in(self._treedef, index))} of {self._name}"
 
         refuse_differing(gathered, f"the arguments of {self._name}", leaf, where, SEED)
 
@@ -231,9 +246,10 @@ def number_of(given: Given, prints: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
 
 
-def number_of_batch(deal: Deal) -> int:
-    """The same for a batch: its place in the run, and what its Loader depends on."""
-    return zlib.crc32(f"{deal.position} {deal.source}".encode())
+def number_of_values(deal: Deal | None, on_mesh: Sequence[Span]) -> int:
+    """The same for values on the mesh: of which call each is, and of a batch where it is in the run."""
+    which = [(at, source.region, start, stop) for source, at, start, stop in on_mesh]
+    return zlib.crc32(f"{which} {deal and (deal.position, deal.source)}".encode())
 
 
 @functools.lru_cache(maxsize=4)  # few, since strings may be large

@@ -83,9 +83,13 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kind(leaf: Any) -> str:
-    """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved."""
+    """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved.
+
+    Of Arrays each rank saves its part, so all have to be of the same call.
+    """
     if isinstance(leaf, Array):
-        return f"{kind_text(leaf.dtype, leaf.shape)}, {leaf.spec}"
+        source: Any = leaf._source
+        return ", ".join(filter(None, (kind_text(leaf.dtype, leaf.shape), str(leaf.spec), source.origin(leaf._index))))
     if isinstance(leaf, torch.Tensor):
         kind = "" if leaf.layout is torch.strided else f", {leaf.layout}"
         shape = "(nested)" if leaf.is_nested else list(leaf.shape)
