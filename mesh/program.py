@@ -147,11 +147,6 @@ class CompiledCall:
         other.forget()
         return other
 
-    @property
-    def captured_memory(self) -> frozenset[int]:
-        """The addresses of the memory that the body captured at the first call."""
-        return self._captured.memory
-
     def forget(self) -> None:
         """Describe the next results in full, even if they are like the last."""
         self._results.forget()
@@ -224,7 +219,7 @@ class CompiledCall:
             first.check(region, self._captured, (args, kwargs), result)
             self._noted.checked = True
         outcome = self._results.kept(result, net, check, [local[index] for index in self._cut])
-        donation.settle(values, local, outcome.leaves, self.captured_memory if self._donating else None)
+        donation.settle(values, local, outcome.leaves, self._captured.memory if self._donating else None)
         return outcome
 
     def _new_choices(self, values: list[Any]) -> list[tuple[set[Any], tuple[Any, ...]]]:

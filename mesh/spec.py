@@ -322,10 +322,12 @@ class Layout:
                         joined[group[0]] = torch.cat([shards[peer] for peer in group], dim)
                     shards[rank] = joined[group[0]]
         whole = shards[0]
-        if whole is first or strides.is_standard(first):
+        if whole is first:
             return whole
-        layout = strides.joined(whole.shape, first.shape, strides.dense(first.shape, first.stride()))
-        return whole if whole.stride() == layout else strides.copied(whole, layout)
+        if not strides.is_standard(first):
+            layout = strides.joined(whole.shape, first.shape, strides.dense(first.shape, first.stride()))
+            whole = whole if whole.stride() == layout else strides.copied(whole, layout)
+        return frozen_as(first, whole)
 
 
 @functools.lru_cache(maxsize=1024)

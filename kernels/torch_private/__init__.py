@@ -79,6 +79,7 @@ from .tensors import base as base
 from .tensors import below_subclasses as below_subclasses
 from .tensors import coo_parts as coo_parts
 from .tensors import copy_each as copy_each
+from .tensors import holders as holders
 from .tensors import is_batch_of_gradients as is_batch_of_gradients
 from .tensors import keep_storage_apart as keep_storage_apart
 from .tensors import laid_out as laid_out

@@ -46,6 +46,15 @@ def storage(tensor: Tensor) -> int:
         return 0
 
 
+def holders(tensor: Tensor) -> int:
+    """How many tensors share a strided tensor's storage, itself included, and whatever else keeps it (autograd, say).
+
+    It shows that a step returned what others have. Public way: none; a search of what the step refers to finds not all.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage`
+
+
 def coo_parts(tensor: Tensor) -> list[Tensor]:
     """A sparse tensor's indices and values as stored. Public way: methods that refuse a tensor that isn't coalesced."""
     return [tensor._indices(), tensor._values()]

@@ -21,7 +21,8 @@ Given = tuple[tuple[Any, bytes | None], ...]
 
 SEED = (
     "give every rank the same: seed what is drawn (torch.manual_seed(0) before a model is made), have a DataLoader "
-    "shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader"
+    "shuffle with one seed (generator=torch.Generator().manual_seed(0)), or take spmd.Loader; choose among results by "
+    "what is the same on all ranks, and not by the time, say"
 )
 WHOLE = (
     "give every rank the same whole value, of which put takes the rank's part (torch.manual_seed(0) before it is "

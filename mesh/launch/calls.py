@@ -7,6 +7,7 @@ its own: a `DataLoader` that shuffles without a seed gives every rank other batc
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -21,7 +22,7 @@ import torch
 
 from ...kernels.call import other_calls, word_key
 from ...kernels.flat import storages
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import holders, in_torch_func, without_torch_function
 from .. import trees
 from ..ambient import made_within_torch_func
 from ..array import Array
@@ -106,19 +107,20 @@ class LaunchedCall:
                         raise made_within_torch_func(self._mesh.describe()) from None
                     raise
             values.append(leaf)
+        on_mesh = [span for span in spans if span.source is not None]
         try:
-            run = functools.partial(self._run, values, specs, key, check, deal)
+            run = functools.partial(self._run, values, specs, key, check, deal, on_mesh)
             outcome = launched.call(self._session, run, self._name, pure=True)
         except BaseException:
             self._call.forget()
             raise
         found = self._last.results
         assert found is not None
-        theirs |= self._call.captured_memory
+        theirs |= _held_elsewhere(outcome.tensors, [values[index] for index in self._inputs.on_mesh])
         tensors, shapes = [], []
         for value, result in zip(outcome.leaves, found.leaves, strict=True):
             if result.meta is not None:
-                # A copy of what shares memory with a tensor passed in, or captured: the program may change that.
+                # A copy of what shares memory with something of the program's, which may change it.
                 tensors.append(frozen_as(value, value.clone()) if theirs and theirs & storages(value) else value)
                 shapes.append(result.shapes)
         local = LocalValues(self._session, tensors, found.metas, shapes, region=self._session.regions)
@@ -129,7 +131,9 @@ class LaunchedCall:
         ]
         return trees.unflatten(found.treedef, made)
 
-    def _run(self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None) -> Outcome:
+    def _run(
+        self, values: list[Any], specs: list[Any], key: tuple, check: str, deal: Deal | None, on_mesh: list[Span]
+    ) -> Outcome:
         self._count += 1
         layout, where = self._mesh.layout, self._mesh.describe
         first = self._last.results is None and not self._followed
@@ -138,7 +142,7 @@ class LaunchedCall:
         outcome = self._call(values, specs, key, check=looked, total=self.settled.total)
         comm = self._session.comm()
         news = self._last.results is None or not outcome.unchanged
-        number = number_of(given, outcome.prints) ^ self._number ^ (0 if deal is None else number_of_batch(deal))
+        number = number_of(given, outcome.prints) ^ self._number ^ number_of_values(deal, on_mesh)
         # All must learn whether any rank has news, since all ranks then exchange descriptions.
         most_news, most, least = comm.all_reduced(
             torch.tensor([int(news), number, -number], device="cpu"), "max"
@@ -148,7 +152,8 @@ class LaunchedCall:
             if any(name != self._name for name, _ in told):
                 raise other_calls({rank: name for rank, (name, _) in enumerate(told)})
             refuse_other_batches([its for _, its in told], self._name, where())
-            self._inputs.compare(comm.all_gather_bytes(pickle.dumps(given)), where())
+            described = self._inputs.described(given, on_mesh)
+            self._inputs.compare(comm.all_gather_bytes(pickle.dumps(described)), where())
             mine = pickle.dumps((outcome.prints, outcome.encoded(self._session.where())))
             gathered = [pickle.loads(data) for data in comm.all_gather_bytes(mine)]
             everyone = decode_all([encoded for _, encoded in gathered])
@@ -164,18 +169,46 @@ class LaunchedCall:
         return outcome
 
 
+def _held_elsewhere(results: Sequence[Any], on_mesh: Sequence[Any]) -> set[int]:
+    """The addresses of those memories of results that others may hold, too: what the body captures, say.
+
+    Among these are memories that torch has not allocated (arrays'), but not those of values on the mesh, which nobody
+    changes.
+    """
+    times: collections.Counter[int] = collections.Counter()
+    found, elsewhere = dict[int, torch.Tensor](), set[int]()
+    for result in results:
+        if type(result) is torch.Tensor and result.layout is torch.strided:
+            where = result.untyped_storage().data_ptr()
+            times[where], found[where] = times[where] + 1, result
+        else:
+            elsewhere |= storages(result)
+    for where, result in found.items():
+        if holders(result) > times[where] or not result.untyped_storage().resizable():
+            elsewhere.add(where)
+    if elsewhere:
+        with without_torch_function():  # which donated tensors refuse
+            elsewhere.difference_update(*map(storages, on_mesh))
+    return elsewhere
+
+
 def _as_here(theirs: Any, mine: Any) -> Any:
     """This rank's structure, if the other differs only because a class of the script has arrived as a copy."""
     return mine if theirs != mine and str(theirs) == str(mine) else theirs
 
 
 class ReplicatedInputs:
-    """The arguments that every rank passes whole, in calls of one signature."""
+    """The arguments that every rank passes whole, in calls of one signature.
+
+    Attributes:
+        on_mesh: the indices of the others.
+    """
 
     def __init__(self, treedef: Any, plan: InputPlan, name: str):
         self._treedef, self._name, self._keys = treedef, name, trees.keys_text(treedef)
         self._tensors = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "tensor"]
         self._values = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "value"]
+        self.on_mesh = [index for index, leaf in enumerate(plan.leaves) if leaf.kind == "array"]
         self._before: tuple[list[Any], Given] = [], ()  # last values, if plain and without tensors
 
     def prints(self, values: list[Any], check: Check) -> Given:
@@ -192,12 +225,19 @@ class ReplicatedInputs:
             self._before = given, tuple(found)
         return tuple(found)
 
-    def compare(self, gathered: list[bytes], where: str) -> None:
-        """Refuse arguments that differ between ranks, according to the ranks' pickled `prints`."""
-        indexes = [*self._tensors, *self._values]
+    def described(self, given: Given, on_mesh: Sequence[Span]) -> Given:
+        """The keys, then of each argument what `prints` gave, and of values on the mesh which ones they are."""
+        keys, *prints = given or (("", None),)
+        found = dict(zip([*self._tensors, *self._values], prints, strict=bool(prints)))
+        for source, at, start, stop in on_mesh:
+            found.update({at + index - start: (source.origin(index), None) for index in range(start, stop)})
+        return keys, *(found.get(index, ("", None)) for index in range(self._treedef.num_leaves))
 
-        def leaf(number: int) -> str:
-            return f"{describe_path(path_in(self._treedef, indexes[number]))} of {self._name}"
+    def compare(self, gathered: list[bytes], where: str) -> None:
+        """Refuse arguments that differ between ranks, according to what `described` gave on each, pickled."""
+
+        def leaf(index: int) -> str:
+            return f"{describe_path(path_in(self._treedef, index))} of {self._name}"
 
         refuse_differing(gathered, f"the arguments of {self._name}", leaf, where, SEED)
 
@@ -209,9 +249,10 @@ def number_of(given: Given, prints: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(prints + _bytes_of(given), digest_size=8).digest(), "little") >> 2
 
 
-def number_of_batch(deal: Deal) -> int:
-    """The same for a batch: its place in the run, and what its Loader depends on."""
-    return zlib.crc32(f"{deal.position} {deal.source}".encode())
+def number_of_values(deal: Deal | None, on_mesh: Sequence[Span]) -> int:
+    """The same for values on the mesh: of which call each is, and of a batch where it is in the run."""
+    which = [(at, source.region, start, stop) for source, at, start, stop in on_mesh]
+    return zlib.crc32(f"{which} {deal and (deal.position, deal.source)}".encode())
 
 
 @functools.lru_cache(maxsize=4)  # few, since strings may be large

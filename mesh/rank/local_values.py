@@ -87,6 +87,14 @@ class LocalValues:
     def ids(self) -> list[int]:
         return []
 
+    def origin(self, index: int) -> str:
+        """In words, which value this is: the same on all launched ranks. Empty if they did not make it together."""
+        if self.deal is not None:
+            whose = "batch {1} of epoch {0}, Loader({2})".format(*self.deal.position, self.deal.source)
+        else:
+            whose = f"call {self.region}" if self.region else ""
+        return f"value {index} of {whose}" if whose else ""
+
     def meta(self, index: int) -> Meta:
         return self._metas[index]
 
@@ -115,9 +123,7 @@ class LocalValues:
     def shards(self, index: int) -> list[torch.Tensor]:
         layout, about, mine = self._session.layout, self.hints[index], self.value(index)
         known = self._shapes[index] if self._shapes is not None else None
-        whose = f"call {self.region}" if self.region else ""
-        if self.deal is not None:
-            whose = "batch {1} of epoch {0}".format(*self.deal.position)
+        origin = self.origin(index)
 
         def gather() -> list[torch.Tensor]:
             comm = self._session.comm()
@@ -127,7 +133,7 @@ class LocalValues:
                 ranks = range(layout.size)
                 shapes = known or [layout.shard_shape(about.shape, about.spec, rank) for rank in ranks]
             out = [torch.empty(shape, dtype=mine.dtype, device="cpu") for shape in shapes]
-            with labelled(f"of value {index} of {whose}" if whose else labels.current):
+            with labelled(f"of {origin}" if origin else labels.current):
                 comm.all_gather(out, mine.detach().cpu())
             return out
 
@@ -138,7 +144,7 @@ class LocalValues:
             out = launched.call(self._session, gather, "the value of an Array")
         else:
             out = gather()
-        if strides.is_standard(mine):
-            return out
-        order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())
-        return [strides.copied(shard, strides.joined(shard.shape, *order)) for shard in out]
+        if not strides.is_standard(mine):
+            order = tuple(mine.shape), strides.dense(mine.shape, mine.stride())
+            out = [strides.copied(shard, strides.joined(shard.shape, *order)) for shard in out]
+        return [frozen_as(mine, shard) for shard in out]

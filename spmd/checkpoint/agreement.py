@@ -1,6 +1,6 @@
 """What launched ranks are about to save, compared before anything is written.
 
-Each rank runs the whole script, so one of them may come with another tree, step or number to keep. Invariant: all ranks
+Each rank runs the whole script, so one of them may come with another tree, path or step. Invariant: all ranks
 go on, or all raise the same error, which says which ranks differ in what.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,7 @@ from .write import attempt, begin
 SHOWN = 5  # of what differs
 
 
-def agree(
-    mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], leaves: Mapping[str, Any], path: Path
-) -> Any:
+def agree(mesh: Mesh, problem: Exception | None, asked: Mapping[str, Any], leaves: Mapping[str, Any]) -> Any:
     """Begin a checkpoint, or raise the error of a rank that failed, or one that says how the ranks differ.
 
     All ranks of a launched mesh call it; they wait for each other once.
@@ -37,14 +34,13 @@ def agree(
         problem: why this rank can't save.
         asked: the arguments of `save` by name.
         leaves: by path; empty if this rank can't save.
-        path: where checkpoints are.
 
     Returns:
         The folder and its number, or the error if the first rank can't make one.
     """
-    mine = {**{name: repr(value) for name, value in asked.items()}, **_kinds(leaves)}
+    mine = {**{name: str(value) for name, value in asked.items()}, **_kinds(leaves)}
     digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-    outcome = attempt(begin, path, asked["step"]) if mesh.rank == 0 and problem is None else None
+    outcome = attempt(begin, asked["path"], asked["step"]) if mesh.rank == 0 and problem is None else None
     try:
         with mesh.run_state.uncounted():
             everyones = mesh.run(itself, (problem, digest, outcome))
@@ -83,9 +79,13 @@ def _kinds(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _kind(leaf: Any) -> str:
-    """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved."""
+    """What the ranks must agree on. Floats, such as times, may differ: the first rank's are saved.
+
+    Of Arrays each rank saves its part, so all have to be of the same call.
+    """
     if isinstance(leaf, Array):
-        return f"{kind_text(leaf.dtype, leaf.shape)}, {leaf.spec}"
+        source: Any = leaf._source
+        return ", ".join(filter(None, (kind_text(leaf.dtype, leaf.shape), str(leaf.spec), source.origin(leaf._index))))
     if isinstance(leaf, torch.Tensor):
         kind = "" if leaf.layout is torch.strided else f", {leaf.layout}"
         shape = "(nested)" if leaf.is_nested else list(leaf.shape)

@@ -95,9 +95,9 @@ def _begun(
         except SpmdError as error:
             problem = error
     if mesh is not None and not mesh.is_driver:
-        asked = {"step": step, "keep": keep, "background": background}
+        asked = {"path": path, "step": step, "keep": keep, "background": background}
         by_path = {} if problem else {entry["path"]: leaf for entry, leaf in zip(entries, leaves, strict=True)}
-        started = agree(mesh, problem, asked, by_path, path)
+        started = agree(mesh, problem, asked, by_path)
     elif problem is not None:
         raise problem
     manifest = {"tree": structure, "leaves": entries, **of_run(mesh)}

@@ -159,7 +159,8 @@ def check(structure: Any, entries: Sequence[Mapping[str, Any]], like: Any, ranks
         raise SpecError(
             "like is of another structure than what was saved",
             got=f"{missing[:5]} not in the checkpoint",
-            remedy="pass a tree like the one given to save",
+            remedy="pass a tree like the one given to save, or None, which stands for anything, in place of what it "
+            "has not (an optimizer's state whose parameters were trained apart, say)",
         )
     _check_classes(structure, like, "")
     for path, leaf in wanted.items():

@@ -63,6 +63,12 @@ def storage() -> None:
     assert torch_private.storage(torch.zeros(2).to_sparse()) == 0
 
 
+def holders() -> None:
+    x = torch.zeros(2)
+    view, other = x[:1], torch.zeros(2)
+    assert (torch_private.holders(x), torch_private.holders(view), torch_private.holders(other)) == (2, 2, 1)
+
+
 def keep_storage_apart() -> None:
     x = torch.zeros(2)
     number, kept = torch_private.storage(x), torch_private.keep_storage_apart(x)
@@ -446,6 +452,7 @@ def events() -> None:
 PARTS: dict[Callable[[], None], str] = {
     version: "finding inputs that a step changed, and captured tensors that changed",
     base: "knowing over which axes a view differs",
+    holders: "results of launched steps that keep their values, whatever the program does to what the step returned",
     storage: "following which axes a value differs over, and with it the error for a forgotten psum",
     keep_storage_apart: "following which axes a value differs over, and with it the error for a forgotten psum",
     operation_name: "following which axes a value differs over, and with it the error for a forgotten psum",

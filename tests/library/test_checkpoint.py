@@ -609,14 +609,17 @@ mesh = Mesh()
 path, rank, told = sys.argv[1], mesh.rank, []
 w = put(torch.arange(6.0), P("data"), mesh=mesh)
 bad = put(torch.arange(6.0).reshape(1, 6), P(None, "data"), mesh=mesh)
+later = put(torch.ones(6), P("data"), mesh=mesh)
 last = rank == mesh.size - 1
 for tree, options in (
     ({"w": w, "n": 3, **({"more": 1} if last else {})}, {}),
     ({"w": w, "n": rank}, {}),
     ({"w": bad if last else w}, {}),
+    ({"w": later if last else w}, {}),
     ({"w": torch.ones(rank + 1)}, {}),
     ({"w": w}, {"step": 1 if last else 0}),
     ({"w": w}, {"step": -1 if last else 0}),
+    ({"w": w}, {"path": f"{path}-{rank}"}),
     ({"w": w}, {"keep": 1 if last else None}),
     ({"w": w}, {"background": last}),
     ({"w": w, "seconds": rank + 0.5}, {}),
@@ -626,7 +629,7 @@ for tree, options in (
     if last and "loader" in tree:
         tree["loader"].load_state_dict({"epoch": 0, "step": 1})
     try:
-        told.append(save(path, tree, **options).result().name)
+        told.append(save(**{"path": path, "tree": tree, **options}).result().name)
     except Exception as error:
         told.append(f"{type(error).__name__} {str(error).partition('got ')[2].partition(') [')[0]}")
 sys.stdout.write(f"rank {rank}: {' | '.join(told)}\n")
@@ -641,10 +644,14 @@ def test_launched_ranks_that_disagree_on_what_to_save(tmp_path: Path) -> None:
     expected = [
         "SpmdError leaf ['more']: nothing on ranks 0-1, 1 on rank 2",
         "SpmdError leaf ['n']: 0 on rank 0, 1 on rank 1, 2 on rank 2",
-        "SpmdError leaf ['w']: float32[6], P('data') on ranks 0-1, float32[1, 6], P(None, 'data') on rank 2",
+        "SpmdError leaf ['w']: float32[6], P('data'), value 0 of call 1 on ranks 0-1, "
+        "float32[1, 6], P(None, 'data'), value 0 of call 2 on rank 2",
+        "SpmdError leaf ['w']: float32[6], P('data'), value 0 of call 1 on ranks 0-1, "
+        "float32[6], P('data'), value 0 of call 3 on rank 2",  # whose part would be mixed with theirs
         "SpmdError leaf ['w']: " + ", ".join(f"float32[{n + 1}], a plain tensor on rank {n}" for n in range(3)),
         "SpmdError step: 0 on ranks 0-1, 1 on rank 2",
         "SpecError -1, expected",
+        "SpmdError path: " + ", ".join(f"{path}-{n} on rank {n}" for n in range(3)),
         "SpmdError keep: None on ranks 0-1, 1 on rank 2",
         "SpmdError background: False on ranks 0-1, True on rank 2",
         "step-00000000",  # of seconds and such the first rank's are saved

@@ -128,6 +128,12 @@ if __name__ == "__main__":
         assert "batch 0 of epoch 0" in str(error) and "batch 1 of epoch 0" in str(error), error
     else:
         assert mesh.is_driver
+    try:
+        next(iter(spmd.Loader(torch.arange(8), 4, mesh=mesh, seed=mesh.rank or 0))).full()
+    except spmd.CollectiveMismatch as error:
+        assert "seed=0" in str(error) and "seed=1" in str(error), error
+    else:
+        assert mesh.is_driver
     if mesh.rank in (0, None):
         print("right")
 """

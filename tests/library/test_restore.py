@@ -375,6 +375,20 @@ def test_like_before_the_first_step(tmp_path: Path) -> None:
     assert back == {"loss": torch.tensor(2.5), "count": 3, "best": None}
 
 
+def test_like_of_an_optimizer_whose_state_was_split(make_mesh: Any, tmp_path: Path) -> None:
+    """One parameter was frozen for a step, and an optimizer that begins with a state has one of other parts."""
+    mesh, opt = make_mesh({"data": 1}), optimizer(torch.optim.Adagrad, lr=0.1)
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    step = spmd(lambda p, state: opt.step(p, {**p, "a": None}, state), mesh=mesh)
+    _, state = step(params, opt.init(params))
+    save(tmp_path, {"state": state})
+    with pytest.raises(SpecError, match=r"another structure .*or None, which stands for anything"):
+        restore(tmp_path, like={"state": opt.init(params)})
+    again = restore(tmp_path, like={"state": None}, mesh=mesh)["state"]
+    found = [step(params, its)[0]["b"].full() for its in (state, again)]
+    assert torch.equal(*found)
+
+
 def test_like_of_another_number_of_ranks(make_mesh: Any, tmp_path: Path) -> None:
     """Slices of a sharded optimizer are padded for the ranks that there are, or were when they were made."""
     opt = optimizer(torch.optim.AdamW, lr=0.1, shard="data")

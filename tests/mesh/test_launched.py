@@ -141,12 +141,16 @@ def results(mesh):
     mine += 1
     kept.full().add_(7)
     found["own memory"] = [plain(kept.full()), plain(same.full())]
-    captured = torch.zeros(2)
-    give = spmd(lambda: {"all": captured, "first": captured[:1]}, mesh=mesh)
+    captured, numbers, held = torch.zeros(2), np.zeros(2), {}
+    give = spmd(lambda: [captured, captured[:1], torch.from_numpy(numbers), held["latest"]], mesh=mesh)
     for _ in range(2):
+        held["latest"] = torch.zeros(2)
         of_captured = give()
-    captured += 1
-    found["memory of its own, not captured"] = [plain(one.full()) for one in of_captured.values()]
+    for one in (captured, numbers, held["latest"]):
+        one += 1
+    found["memory of its own, not captured"] = [plain(one.full()) for one in of_captured]
+    frozen = put(torch.nn.Parameter(whole, requires_grad=False), P("data"), mesh=mesh)
+    found["frozen parts"] = [type(one).__name__ for one in (frozen.full(), *frozen.shards())]
 
     def later(x, how):
         return [x, x[:1], x.double()][int(how)]

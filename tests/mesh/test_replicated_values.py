@@ -190,6 +190,13 @@ try:
     elif what == "fetch":
         values = [put(torch.full((4,), number), P("data"), mesh=mesh) for number in range(2)]
         fetch(values if mesh.rank == 0 else values[::-1])
+    elif what == "result":
+        of_calls = [put(torch.full((4,), number), P("data"), mesh=mesh) for number in range(2)]
+        total = spmd(lambda x: psum(x.sum(), "data"), mesh=mesh, check=check)
+        for value in (of_calls[0], of_calls[mesh.rank]):
+            total(value)
+    elif what == "result on one":
+        spmd(lambda x, y: x + y, mesh=mesh, check=check)((w, put(w, mesh=mesh))[mesh.rank], w)
     elif what in ("fetch on one", "save on one"):
         value = put(torch.arange(4.0), P("data"), mesh=mesh)
         if mesh.rank == 0:
@@ -268,6 +275,14 @@ def test_launched_ranks_fetch_the_same(tmp_path):
     text = said(tmp_path, "fetch")
     assert "rank 0: all_gather int64[2] of value 0 of call 1" in text
     assert "rank 1: all_gather int64[2] of value 0 of call 2" in text
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_launched_ranks_pass_results_of_the_same_call(tmp_path, check):
+    """What a rank has of cut ones would be mixed with what others have of other ones."""
+    got = "argument 0 of <lambda> should be the same on all ranks, and is not (got rank 0: "
+    assert said(tmp_path, "result", check).startswith(f"{got}value 0 of call 1; rank 1: value 0 of call 2)")
+    assert said(tmp_path, "result on one").startswith(f"{got}1.0; rank 1: value 0 of call 1)")
 
 
 @pytest.mark.parametrize(("what", "call"), [("fetch on one", "the value of an Array"), ("save on one", "mesh.run")])
