@@ -121,9 +121,11 @@ class Settings:
         for (module, name), value in read.items():
             owner, of_class, last = name.rpartition(".")
             of_object = (module, owner) in objects
+            if not of_object and name not in literals[module]:
+                continue
             is_written = (module, name) in written or (of_class and last in assigned)
             is_filled = isinstance(value, _CONTAINERS) and ((module, name) in filled or not _is_literal(value))
-            if (of_object or name in literals[module]) and not is_written and not is_filled:
+            if not is_written and not is_filled:
                 values.setdefault((module, isinstance(value, _CONTAINERS)), {})[name] = copy.deepcopy(value)
                 if of_object or not _is_same(value, literals[module][name]):
                     self.changed[module, name] = value
