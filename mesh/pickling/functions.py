@@ -125,7 +125,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     if type(obj) in _OF_WEAK_REFERENCES:
         return type(obj), (dict(obj),)
     if type(obj) is typing.NewType and not travels_by_name(obj):
-        return typing.NewType, (obj.__qualname__, obj.__supertype__), {"__module__": obj.__module__}
+        return typing.NewType, (obj.__name__, obj.__supertype__), {"__module__": obj.__module__}
     if type(obj) is _ENTERED_BY and inspect.getgeneratorstate(obj.gen) == inspect.GEN_CREATED:
         return type(obj), (obj.func, obj.args, obj.kwds)
     if type(obj) is types.CodeType:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from .functions import travels_by_name
+from .functions import named_in, travels_by_name
 from .operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
@@ -71,7 +71,7 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     if isinstance(obj, _OF_TORCH):
         read = _no_parts
     elif isinstance(obj, type):
-        read = _class_parts if obj.__module__ == "__main__" else _no_parts
+        read = _class_parts if is_looked_into(obj) else _no_parts
     elif (isinstance(obj, _AS_A_WHOLE) and not _is_module_by_value(obj)) or depth >= DEPTH:
         return None
     elif isinstance(obj, types.ModuleType):
@@ -95,7 +95,16 @@ def readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     inside = _reader_of(obj, depth)
     if inside is None:
         return []
-    return [inside, (_class_of, depth)] if type(obj).__module__ == "__main__" else [inside]
+    return [inside, (_class_of, depth)] if is_looked_into(type(obj)) else [inside]
+
+
+def is_looked_into(cls: type) -> bool:
+    """Whether a class is looked into: one of the main script, or in whose place its module has another by now."""
+    if cls.__module__ == "__main__":
+        return True
+    module = sys.modules.get(cls.__module__)
+    found = None if module is None else named_in(module, cls.__qualname__)
+    return isinstance(found, type) and found is not cls and "__module__" in vars(cls)
 
 
 def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
