@@ -83,6 +83,7 @@ def reload(self: MeshView, *modules: Any) -> list[str]:
             raise MeshError(problem, got=repr(one), expected=expected, remedy="pass the module that has it")
     driver, names = self.driver, [plain_text(one if isinstance(one, str) else one.__name__) for one in modules]
     driver.ready()
+    driver.shipped.pickle_again()
     done = driver.shipped.modules.reload(names)
     return list(dict.fromkeys([*done, *driver.shipped.reload_there((*names, *done))]))
 

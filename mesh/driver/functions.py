@@ -314,6 +314,11 @@ class ShippedObjects:
             session.calls.clear()
         return [name for one in lists for name in one]
 
+    def pickle_again(self) -> None:
+        """Pickle functions again before their next calls: what went by its name may be what a module had before."""
+        for functions in self._functions:
+            functions.clear()
+
     def _read_anew(self) -> None:
         """Send everything again, since after a reload of modules names mean something else on the ranks."""
         self.drop_naming_values()

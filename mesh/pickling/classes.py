@@ -23,10 +23,10 @@ _reading = threading.local()
 class Content:
     """What a class had when it arrived."""
 
-    __slots__ = ("_cls", "_content", "_names", "_set")
+    __slots__ = ("_bases", "_cls", "_content", "_names", "_set")
 
-    def __init__(self, cls: type, set_content: Callable[[type, Any], Any], content: Any):
-        self._cls, self._set, self._content = cls, set_content, content
+    def __init__(self, cls: type, set_content: Callable[[type, Any], Any], content: Any, bases: tuple[type, ...]):
+        self._cls, self._set, self._content, self._bases = cls, set_content, content, bases
         self._names = frozenset(content[0])  # another object for each arrival
 
     def take_over(self) -> None:
@@ -37,6 +37,8 @@ class Content:
         for name in before - self._names:
             with contextlib.suppress(AttributeError):
                 delattr(self._cls, name)
+        if self._cls.__bases__ != self._bases:  # a module's class is another one after a reload
+            self._cls.__bases__ = self._bases
         self._set(self._cls, self._content)
         _names[self._cls] = self._names
 
@@ -65,10 +67,10 @@ def kept_at_home(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if _keeps and cls not in _received:
         _own.add(cls)
     make, arguments, content, *none, set_content = reduced
-    return make, arguments, (set_content, content), *none, _arrive
+    return make, arguments, (set_content, content, cls.__bases__), *none, _arrive
 
 
-def _arrive(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
+def _arrive(cls: type, state: tuple[Callable[[type, Any], Any], Any, tuple[type, ...]]) -> None:
     if cls in _own:
         return
     _received.add(cls)

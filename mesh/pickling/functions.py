@@ -14,6 +14,7 @@ import inspect
 import operator
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -94,6 +95,7 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     - A dictionary of weak references: with the objects.
     - What a `contextlib.contextmanager` function has returned, a decorator for instance, if not entered: made again.
     - Code: with the name of its file, for errors and tracebacks of ranks; cloudpickle leaves it out since 3.1.3.
+    - A `typing.NewType`: by its name and its supertype. Python pickles it by name, as the cached function.
     - A module object of a class of its own, such as `torch.backends.cudnn`: by name.
     - An array type of ctypes: by its element type and length. Other ctypes classes are refused, since what cloudpickle
       makes of them can't be read.
@@ -122,6 +124,8 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
         return _dispatcher, (), dict(vars(obj)["registry"]), None, None, _registering
     if type(obj) in _OF_WEAK_REFERENCES:
         return type(obj), (dict(obj),)
+    if type(obj) is typing.NewType and not travels_by_name(obj):
+        return typing.NewType, (obj.__name__, obj.__supertype__), {"__module__": obj.__module__}
     if type(obj) is _ENTERED_BY and inspect.getgeneratorstate(obj.gen) == inspect.GEN_CREATED:
         return type(obj), (obj.func, obj.args, obj.kwds)
     if type(obj) is types.CodeType:

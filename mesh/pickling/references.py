@@ -13,6 +13,7 @@ import enum
 import functools
 import logging
 import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,12 @@ import numpy as np
 import torch
 
 from ...kernels import torch_private
-from .functions import travels_by_name
+from .functions import named_in, travels_by_name
 from .operators import named_among
 
 SCALARS = (int, float, complex, str, bytes, bool, type(None))
 # Tuples, made once: this is used in every step, where unions would be made anew each time.
-CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
+CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType, collections.deque)
 _PLAIN_CONTAINERS = (list, tuple, set, frozenset)
 SINGLE = (*SCALARS, np.generic, enum.Enum, torch.dtype, torch.device)  # nothing in them can change
 _OF_TORCH = (torch.Tensor, torch.nn.Module)
@@ -70,9 +71,11 @@ def _reader_of(obj: Any, depth: int) -> tuple[Reader, int] | None:
     if isinstance(obj, _OF_TORCH):
         read = _no_parts
     elif isinstance(obj, type):
-        read = _class_parts if obj.__module__ == "__main__" else _no_parts
-    elif isinstance(obj, _AS_A_WHOLE) or depth >= DEPTH:
+        read = _class_parts if is_looked_into(obj) else _no_parts
+    elif (isinstance(obj, _AS_A_WHOLE) and not _is_module_by_value(obj)) or depth >= DEPTH:
         return None
+    elif isinstance(obj, types.ModuleType):
+        read = _module_parts
     elif type(obj).__module__.startswith(OWN) and hasattr(type(obj), "_changing"):
         read = type(obj)._changing
     elif isinstance(obj, CONTAINERS):
@@ -92,7 +95,16 @@ def readers_of(obj: Any, depth: int) -> list[tuple[Reader, int]]:
     inside = _reader_of(obj, depth)
     if inside is None:
         return []
-    return [inside, (_class_of, depth)] if type(obj).__module__ == "__main__" else [inside]
+    return [inside, (_class_of, depth)] if is_looked_into(type(obj)) else [inside]
+
+
+def is_looked_into(cls: type) -> bool:
+    """Whether a class is looked into: one of the main script, or in whose place its module has another by now."""
+    if cls.__module__ == "__main__":
+        return True
+    module = sys.modules.get(cls.__module__)
+    found = None if module is None else named_in(module, cls.__qualname__)
+    return isinstance(found, type) and found is not cls and "__module__" in vars(cls)
 
 
 def inside_of(obj: Any, depth: int) -> list[tuple[Any, int]] | None:
@@ -130,6 +142,15 @@ def _object_of_method(method: Any) -> list[Any]:
 
 def _functions_in(obj: Any) -> list[Any]:
     return [obj.fget, obj.fset, obj.fdel] if isinstance(obj, property) else [obj.__func__]
+
+
+def _is_module_by_value(obj: Any) -> bool:
+    """Whether it is a module that nobody can import: one of `importlib.util.module_from_spec`, for instance."""
+    return type(obj) is types.ModuleType and obj.__name__ not in sys.modules
+
+
+def _module_parts(module: Any) -> list[Any]:
+    return _entries({name: value for name, value in vars(module).items() if name != "__builtins__"})
 
 
 def _class_parts(cls: type) -> list[Any]:
@@ -189,7 +210,8 @@ def _entries(entries: Any) -> list[Any]:
 
 def _items(container: Any) -> list[Any]:
     """Its entries, and the attributes of an object whose class is derived from a built-in container."""
-    return [*(_entries(container) if isinstance(container, dict) else container), *_own_attributes(container)]
+    is_mapping = isinstance(container, (dict, types.MappingProxyType))
+    return [*(_entries(container) if is_mapping else container), *_own_attributes(container)]
 
 
 def _items_and_factory(container: Any) -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 
 from ...kernels import torch_private
 from ...kernels.flat import extent_bytes
-from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader
+from .references import LOOKED_INTO, OF_MODULES, SINGLE, Reader, is_looked_into
 
 _WORD = 8  # bytes
 _word_at = ctypes.c_uint64.from_address
@@ -105,7 +105,7 @@ def plain_state_of(module: torch.nn.Module) -> Reader:
     whether a child is another is for others to see.
     """
     modules = list(module.modules())
-    classes = {type(one) for one in modules if type(one).__module__ == "__main__"} - {type(module)}
+    classes = set(filter(is_looked_into, map(type, modules))) - {type(module)}
     held = [weakref.ref(one) for one in classes]
     hooks = [weakref.ref(table) for one in modules for table in torch_private.hooks(one)]
     plain: list[tuple[weakref.ref[torch.nn.Module], int, Callable[[dict], tuple], tuple, tuple]] = []

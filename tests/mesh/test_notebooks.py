@@ -374,6 +374,37 @@ def test_a_module_that_only_the_driver_can_load_again(
         mesh.close()
 
 
+def test_classes_of_a_module_that_was_loaded_again(
+    make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object keeps its old class, and a class of a cell has the base that it has in the notebook."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "with_a_class.py"
+    text = "RATE = {}\n\nclass Kind:\n    def rate(self):\n        return {}\n"
+    file.write_text(text.format(1, "RATE"))
+    module = importlib.import_module("with_a_class")
+    monkeypatch.setitem(sys.modules, "with_a_class", module)
+    mesh, kept = make_mesh({"data": 2}), module.Kind()
+    of_cell = type("Cell", (module.Kind,), {"__module__": "__main__"})
+
+    def rates() -> tuple[int, int]:
+        return kept.rate(), of_cell().rate()
+
+    assert mesh.run(rates) == [(1, 1)] * 2
+    for rate in 22, 333:
+        file.write_text(text.format(rate, "0 * RATE"))
+        assert mesh.reload() == ["with_a_class"]
+        assert mesh.run(rates) == [rates()] * 2 == [(rate, rate)] * 2
+    # %autoreload changes a class in place.
+    kept, of_cell = module.Kind(), type("Cell", (module.Kind,), {"__module__": "__main__"})
+    assert mesh.run(rates) == [(0, 0)] * 2
+    file.write_text(text.format(4444, "-RATE"))
+    before = module.Kind
+    importlib.reload(module)
+    before.rate, module.Kind = module.Kind.rate, before
+    assert mesh.run(rates) == [rates()] * 2 == [(-4444, -4444)] * 2
+
+
 def test_a_call_of_code_that_was_loaded_again_is_a_first_call(
     make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,9 +172,11 @@ def test_deques():
     assert changed(step, lambda: last.__setitem__(0, 4))
 
 
-def test_what_a_frozenset_a_method_or_a_factory_refers_to():
+def test_what_objects_that_python_has_itself_refer_to():
     one, rate, table = Empty(), 1, {"a": 1}
     some, of, made = frozenset([one]), table.get, collections.defaultdict(lambda: rate)
+    shown, module, looped = types.MappingProxyType(table), types.ModuleType("of_no_file"), [1]
+    looped.append(looped)
 
     def use_another_rate():
         nonlocal rate
@@ -182,6 +184,9 @@ def test_what_a_frozenset_a_method_or_a_factory_refers_to():
 
     assert changed(lambda x: [each.rate for each in some], lambda: setattr(one, "rate", 2))
     assert changed(lambda x: x * of("a"), lambda: table.update(a=2))
+    assert changed(lambda x: x * shown["a"], lambda: table.update(a=3))
+    assert changed(lambda x: x * module.rate, lambda: setattr(module, "rate", 2))
+    assert changed(lambda x: x * looped[1][0], lambda: looped.__setitem__(0, 2))
     assert changed(lambda x: x * made["a"], use_another_rate)
     assert changed(lambda x: x * made["a"], lambda: setattr(made, "default_factory", int))
 
@@ -1176,6 +1181,21 @@ def step():
         notebook,
     )
     assert shared_mesh({"data": 2}).run(notebook["step"]) == [5, 5]
+
+
+def test_types_of_ones_own_in_annotations(shared_mesh):
+    notebook = {"__name__": "__main__"}
+    exec(
+        """
+import typing
+Count = typing.NewType("Count", int)
+Pages = typing.NewType("Pages", Count)
+def step(x: Pages) -> Count:
+    return Count(x + 1), Pages.__supertype__ is Count, Pages.__name__
+""",
+        notebook,
+    )
+    assert shared_mesh({"data": 2}).run(notebook["step"], 1)[0] == (2, True, "Pages")
 
 
 def test_a_class_that_a_notebook_defines_anew_goes_with_the_old_cell(shared_mesh):
