@@ -274,8 +274,8 @@ class CompiledCall:
                     continue
                 if cut:
                     value = self._taken(value, spec)
-                elif type(value) is plain or not is_frozen(value):
-                    value = value.detach()
+                elif type(value) is plain or not is_frozen(value):  # writes to donated ones count for them alone
+                    value = value.data if donated else value.detach()
                 value._spmd_spec, value._spmd_axes = spec, axes
                 if donated and value is not whose:
                     alone = times is None or times[id(whose)] == 1

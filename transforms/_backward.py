@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import labelled
+from ..kernels.errors import SpecError
 from ..kernels.torch_private import has_compiler, hooks_made
 from ..mesh.replication.net import mark_all
 from ._arguments import Argument
@@ -253,4 +254,10 @@ def _on_this_thread(call: Call) -> contextlib.AbstractContextManager:
 
 
 def _sum(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    if axes and x.is_sparse:
+        raise SpecError(
+            "a sparse gradient can't be summed over ranks within another gradient",
+            got=f"one of shape {list(x.shape)}",
+            remedy="make the embedding with sparse=False: grad gives dense gradients of all layers",
+        )
     return psum(x, axes) if axes else x.clone()

@@ -169,7 +169,7 @@ class Engine:
         together = [one for some in lent for one in some]
         for one in together:
             if scale is not None:
-                one.param.grad = one.grad * scale.to(one.grad.device)
+                one.param.grad = (one.grad * scale.to(one.grad.device)).to(one.grad.dtype)
             else:
                 keeps = self._keeps if one.grad.is_cpu else self._keeps_on_gpu
                 one.param.grad = one.grad.detach() if keeps else one.grad.detach().clone()

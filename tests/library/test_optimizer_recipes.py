@@ -291,11 +291,12 @@ def test_clipping_by_the_norm_of_parameters_that_are_cut(shared_mesh, shard, dty
 
 def test_clipping_gradients_of_several_dtypes():
     """Torch multiplies by the factor as it is, and does not round it to each gradient's dtype first."""
-    params = {"w": torch.zeros(1000, dtype=torch.bfloat16), "v": torch.zeros(10)}
+    params = {"w": torch.zeros(1000, dtype=torch.bfloat16), "v": torch.zeros(10), "scale": torch.zeros(())}
+    params["wide"] = torch.zeros(2, dtype=torch.float64)
     grads = {
         name: torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) for name, value in params.items()
     }
-    grads["w"] = grads["w"].bfloat16()
+    grads = {name: value.to(params[name]) for name, value in grads.items()}
     opt = optimizer(optim.SGD, lr=1.0, clip=1.0)
     found, _ = opt.step(params, grads, opt.init(params))
     reference = [nn.Parameter(value.clone()) for value in params.values()]

@@ -11,7 +11,7 @@ import torch
 from patience import until
 from torch import nn, optim
 
-from spmd import SpecError, fetch, functional, optimizer, put, spmd
+from spmd import SpecError, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -336,3 +336,25 @@ def test_a_tensor_that_is_stepped_twice_is_not_taken(shared_mesh):
     for turn in range(1, 5):
         params, opt_state = step({"w": params["w"]}, opt_state)
         assert all(value.full().tolist() == [-turn] * 4 for value in params.values())
+
+
+def test_parameters_that_lie_together_are_not_all_taken(shared_mesh):
+    """Of one storage, that an earlier step has made, a later step overwrites a part."""
+    opt = optimizer(optim.SGD, lr=1.0, momentum=0.5, foreach=False)
+
+    @spmd(mesh=shared_mesh({"data": 2}), donate=("params", "opt_state"))
+    @data_parallel
+    def step(params, opt_state, batch, changes):
+        grads = value_and_grad(lambda p, b: (p["w"].sum() + p["v"].sum()) * b.mean())(params, batch)[1]
+        if changes:  # then it is not known to be the same on all ranks, and its parameter is stepped by itself
+            grads["w"] = grads["w"].clone()
+        return opt.step(params, grads, opt_state)
+
+    params = {"w": torch.zeros(1), "v": torch.zeros(5, 4)}
+    opt_state = opt.init(params)
+    for turn, expected in enumerate((-1.0, -2.5, -4.25, -6.125)):
+        params, opt_state = step(params, opt_state, torch.ones(4), turn == 2)
+        assert {name: value.full().unique().tolist() for name, value in params.items()} == {
+            "w": [expected],
+            "v": [expected],
+        }

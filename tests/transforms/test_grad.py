@@ -486,6 +486,16 @@ def test_sparse_gradients_come_back_dense(shared_mesh):
     assert shared_mesh({"data": 2}).run(body)[1].tolist() == [[0.5, 0.5], [1.5, 1.5], [0.0, 0.0]]
 
 
+def test_sparse_gradients_within_another_are_refused(shared_mesh):
+    @spmd(mesh=shared_mesh({"data": 2}), in_specs=(P(), P("data")))
+    def outer(w, index):
+        inner = grad(lambda w: F.embedding(index, w, sparse=True).square().sum())
+        return grad(lambda w: inner(w).square().sum())(w)
+
+    with pytest.raises(SpecError, match=r"a sparse gradient .* within another .*sparse=False"):
+        outer(torch.ones(3, 2), torch.tensor([0, 1]))
+
+
 def test_a_sparse_argument():
     assert grad(lambda w: (w.to_dense() ** 2).sum())(torch.eye(2).to_sparse()).to_dense().tolist() == [[2, 0], [0, 2]]
 
