@@ -50,11 +50,15 @@ def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int, *stam
     return source
 
 
-def in_mode(steps: Steps, inference: bool) -> Steps:
+def in_one_mode(steps: Steps, tensors: Sequence[torch.Tensor]) -> Steps:
     """The same steps, all in `torch.inference_mode` or none, whichever thread takes them.
 
     What is made in that mode, be it by the program or by an earlier step, can be written in it alone.
     """
+    return _in_mode(steps, torch.is_inference_mode_enabled() or bool([x for x in tensors if x.is_inference()]))
+
+
+def _in_mode(steps: Steps, inference: bool) -> Steps:
     while True:
         try:
             if torch.is_inference_mode_enabled() == inference:

@@ -211,7 +211,7 @@ class Communicator(abc.ABC):
 
     def _renewed(self, what: str, steps: Steps, tensors: Sequence[torch.Tensor]) -> Steps:
         self.renew()
-        steps = collectives.in_mode(steps, torch.is_inference_mode_enabled() or any(map(torch.is_inference, tensors)))
+        steps = collectives.in_one_mode(steps, tensors)
         return debug.traced(steps, self.ranks[self.rank], what, self.backend) if self._debug else steps
 
     # -- point to point ------------------------------------------------------------------------------------------------

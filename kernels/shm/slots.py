@@ -137,14 +137,15 @@ class Slots:
     def begin(self, what: str) -> int:
         """Begin the next operation; returns its number, once its slot is free."""
         self.begun[0] = sequence = self.begun[0] + 1
-        if sequence > self._free_through and not self.is_free(sequence):
+        if not self.is_free(sequence):
             self._wait(lambda: self.is_free(sequence), what)
         if self.staging.staged:
             self.reclaim()
         return sequence
 
     def is_free(self, sequence: int) -> bool:
-        self._free_through = SLOTS + self._read_by_all()
+        if sequence > self._free_through:
+            self._free_through = SLOTS + self._read_by_all()
         return sequence <= self._free_through
 
     def _read_by_all(self) -> int:
