@@ -93,8 +93,13 @@ class Work:
 
     def is_completed(self) -> bool:
         with turn:
-            self._operations.progress()
             self._operations.progress_others()
+            return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """`is_completed`, of a part of another operation, during which the others advance anyway."""
+        with turn:
+            self._operations.progress()
             if not self.done:
                 self._operations.look(self)
             self.seen |= self.done
@@ -108,11 +113,6 @@ class Work:
             raise self._error
         return self._value
 
-    def start(self) -> None:
-        """Take the first step, which tells the peers."""
-        self._ready = None
-        self._step()
-
     def may_begin_before(self, later: Work) -> bool:
         """Whether an operation that was started later may begin before this one is over."""
         return self.begun and not overlap(self.memory, later.memory)
@@ -125,7 +125,7 @@ class Work:
             raise self._error
         try:
             while not self.done and (self._ready is None or self._ready()):
-                self._step()
+                self.step()
         except CollectiveMismatch as error:
             self._error = error  # raised again at every wait for it, since finding out takes a moment
             raise
@@ -135,7 +135,7 @@ class Work:
         """End with an error, which `wait()` will raise."""
         self._error, self.done = error, True
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self.begun = True
         Work.steps_taken += 1
         try:
@@ -191,7 +191,7 @@ class Operations:
         early = begins is not None and begins() and all(before.may_begin_before(work) for before in self.queue)
         self.queue.append(work)
         if early:
-            work.start()
+            work.step()  # which tells the peers
         if not async_op:
             return work.wait()
         _active.add(self)

@@ -57,7 +57,7 @@ class Messages:
         answer = torch.empty(1, dtype=torch.int64, device="cpu")
         answered = self._post.irecv(answer, dst, 2 * number + 1)
         announced = self._post.isend(header, dst, 2 * tag)
-        yield lambda: announced.is_completed() and answered.is_completed()
+        yield lambda: announced.has_ended() and answered.has_ended()
         announced.wait(), answered.wait()
         if dst == rank:
             yield lambda: number in self._own_done
@@ -77,7 +77,7 @@ class Messages:
         rank = self._channel.rank
         header = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
         coming = self._post.irecv(header, src, 2 * tag)
-        yield coming.is_completed
+        yield coming.has_ended
         source = coming.wait()
         nbytes, number, sent, unique = _HEAD.unpack(header.numpy().tobytes())
         check_received(self._channel, source, tag, got=(nbytes, sent), expected=(tensor.numel(), stamp))
@@ -87,7 +87,7 @@ class Messages:
         turn = self._answers.get(source, 0)
         self._answers[source] = turn + 1
         answered = self._post.isend(torch.tensor([turn], device="cpu"), source, 2 * number + 1)
-        yield answered.is_completed
+        yield answered.has_ended
         answered.wait()
         after = None
         if source == rank:

@@ -139,8 +139,7 @@ class Slots:
         self.begun[0] = sequence = self.begun[0] + 1
         if not self.is_free(sequence):
             self._wait(lambda: self.is_free(sequence), what)
-        if self.staging.staged:
-            self.reclaim()
+        self.reclaim()
         return sequence
 
     def is_free(self, sequence: int) -> bool:

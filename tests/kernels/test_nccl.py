@@ -620,9 +620,9 @@ def test_a_message_to_itself_is_sent_once_it_is_on_its_way(make_comm: Alone, mon
         def __init__(self, work: Any):
             self._work, self.asked = work, 0
 
-        def is_completed(self) -> bool:
+        def has_ended(self) -> bool:
             self.asked += 1
-            return self.asked > 3 and self._work.is_completed()
+            return self.asked > 3 and self._work.has_ended()
 
         def wait(self) -> Any:
             return self._work.wait()
