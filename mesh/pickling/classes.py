@@ -16,31 +16,41 @@ from typing import Any
 _own: weakref.WeakSet[type] = weakref.WeakSet()  # that this process has sent, and not received
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 _keeps = True
-_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()  # in what a class has taken over
+# The names that a class has taken over, and which content has them. Not strongly: methods refer to their class.
+_last: weakref.WeakKeyDictionary[type, tuple[frozenset[str], weakref.ref[Content] | None]]
+_last = weakref.WeakKeyDictionary()
 _reading = threading.local()
 
 
 class Content:
-    """What a class had when it arrived."""
+    """What a class had when it arrived, and what this process has set of it since: a cache, say."""
 
-    __slots__ = ("_bases", "_cls", "_content", "_names", "_set")
+    __slots__ = ("__weakref__", "_bases", "_cls", "_content", "_names", "_set")
 
     def __init__(self, cls: type, set_content: Callable[[type, Any], Any], content: Any, bases: tuple[type, ...]):
         self._cls, self._set, self._content, self._bases = cls, set_content, content, bases
         self._names = frozenset(content[0])  # another object for each arrival
 
     def take_over(self) -> None:
-        """Have the class be what it was then, if it has taken over something else since."""
-        before = _names.get(self._cls, frozenset())
-        if before is self._names:
+        """Have the class be what it was with this, if it has taken over something else since."""
+        names, last = _last.get(self._cls, (frozenset[str](), None))
+        if names is self._names:
             return
-        for name in before - self._names:
+        if last is not None and (before := last()) is not None:
+            before._note_changes()
+        _last[self._cls] = names | self._names, None  # an interrupt may leave it with some of both
+        for name in names - self._names:
             with contextlib.suppress(AttributeError):
                 delattr(self._cls, name)
         if self._cls.__bases__ != self._bases:  # a module's class is another one after a reload
             self._cls.__bases__ = self._bases
         self._set(self._cls, self._content)
-        _names[self._cls] = self._names
+        _last[self._cls] = self._names, weakref.ref(self)
+
+    def _note_changes(self) -> None:
+        then, *others = self._content
+        now = {**vars(self._cls), **{name: then[name] for name in then if name == "_abc_impl"}}  # there as a list
+        self._content = {name: now[name] for name in then if name in now}, *others
 
 
 def take_over() -> None:

@@ -1133,6 +1133,36 @@ both()
     assert notebook["found"] == [(2, 2), (1, 1), (5, 6), (1, 1)]
 
 
+def test_what_a_rank_sets_of_a_class_stays_while_calls_of_two_functions_alternate(shared_mesh):
+    """A cache of a class would be filled anew in every call."""
+    mesh = shared_mesh({"data": 2})
+    notebook = {"__name__": "__main__", "abc": __import__("abc")}
+    exec(
+        """
+class CellCache(abc.ABC):
+    table, made, old = None, [], True
+    @classmethod
+    def get(cls):
+        if cls.table is None:
+            cls.table = {}
+            cls.made.append(1)
+            del cls.old
+        return len(cls.made), hasattr(cls, "old")
+
+CellCache.register(int)
+
+def train():
+    return *CellCache.get(), isinstance(1, CellCache)
+
+def evaluate():
+    return *CellCache.get(), isinstance(1, CellCache)
+""",
+        notebook,
+    )
+    train, evaluate = notebook["train"], notebook["evaluate"]
+    assert [mesh.run(function)[1] for function in (train, evaluate) * 3] == [(1, False, True)] * 6
+
+
 @pytest.mark.parametrize("kind", ["typing.NamedTuple", "dict"])
 def test_a_class_of_arguments_is_as_the_program_changes_it(shared_mesh, kind):
     """And stays so when results of it come back."""
