@@ -158,6 +158,20 @@ def on_layout(mesh: Mesh, name: str) -> dict[str, Any]:
     return found
 
 
+def test_sums_of_what_was_made_in_inference_mode_are_tensors_of_the_caller(mesh: Mesh) -> None:
+    """A gradient may need them; 90,000 elements go another way than a few."""
+
+    def body(numel: int) -> list[bool]:
+        with torch.inference_mode():
+            given = torch.ones(numel)
+        comm = mesh.comm()
+        made = [comm.all_reduced(given), comm.all_reduced(given, async_op=True).wait()]
+        return [one.is_inference() for one in made]
+
+    for numel in (3, 90_000):
+        assert not any(map(any, mesh.run(body, numel)))
+
+
 def test_reduce_scatter_into_what_it_reads(mesh: Mesh, size: int) -> None:
     """The output may be one of the inputs, or lie among them; 40,000 elements go another way than a few."""
 
