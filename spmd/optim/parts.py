@@ -26,7 +26,7 @@ from ..mesh.spec import Sharded
 from .engine import Engine
 from .flat import divided, joined
 from .leaves import Leaf, State, declared_as, is_torchs, layout_of, localized, refusal, refuse_torchs
-from .slices import ALONE, Axis, Ranks, Slice, cut_otherwise, fetched, is_cut_over
+from .slices import ALONE, Axis, Ranks, Slice, cut_otherwise, fetched, is_cut_over, parts_over
 
 # Elements. With "auto", leaves of one kind are sliced only if they have more than this together. For fewer, an exchange
 # still costs as much: all ranks wait for each other once more, on busy cores for another process's time slice.
@@ -212,8 +212,10 @@ class _Division:
     def _number_of(self, members: Sequence[int]) -> str:
         """A hash that tells these leaves from all others: if one is frozen, say, those behind it move."""
         leaves = [self._leaves[index] for index in members]
-        # The local shape of a cut leaf tells how many parts it has: laid end to end, other parts lie otherwise.
-        return f"{word_key(*[(leaf.path, tuple(leaf.param.shape)) for leaf in leaves]):x}"[:8]
+        # Of a cut leaf it has the number of parts, since other parts lie otherwise, end to end; shapes may be unlike.
+        parts = [parts_over(layout_of(leaf.param).axes) for leaf in leaves]
+        named = [(leaf.path, tuple(leaf.param.shape) if n == 1 else n) for leaf, n in zip(leaves, parts, strict=True)]
+        return f"{word_key(*named):x}"[:8]
 
     def _alike(self, members: Iterable[int]) -> list[list[int]]:
         """Groups of leaves that can share a slice's state, as their step counts and other single values agree."""

@@ -206,11 +206,15 @@ def cut_otherwise(key: str, name: str, value: Tensor, expected: str) -> SpecErro
     )
 
 
+def parts_over(axes: frozenset[str]) -> int:
+    """How many parts a leaf has that is cut over these axes."""
+    region = current()
+    return 1 if region is None else region.session.layout.parts(tuple(axes))
+
+
 def is_cut_over(value: Any, cut: frozenset[str]) -> bool:
     """Whether a value has the parts of leaves that are cut over these axes, where these have more than one."""
-    region = current()
-    parts = 1 if region is None else region.session.layout.parts(tuple(cut))
-    return parts == 1 or cut <= {*_axes_of(value)}
+    return parts_over(cut) == 1 or cut <= {*_axes_of(value)}
 
 
 def fetched(cut: frozenset[str], value: Any) -> Tensor:

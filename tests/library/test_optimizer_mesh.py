@@ -480,6 +480,19 @@ def test_state_of_cut_parameters_that_was_fetched(shared_mesh, shard, before, af
     torch.testing.assert_close(stepped(after, params, opt_state)[0], found)
 
 
+def test_parts_of_unlike_shapes(shared_mesh):
+    """As a step may have cut them: ranks agree on whose the state is."""
+    mesh, opt = shared_mesh({"data": 2, "model": 2}), optimizer(optim.AdamW, lr=0.1, shard="data")
+    params = spmd(lambda: {"w": torch.ones(2 + axis_index("model"), 7)}, mesh=mesh, out_specs=P("model"))()
+    step = spmd(lambda p, state: opt.step(p, p, state), mesh=mesh, out_specs=({"w": P("model")}, None))
+    found, opt_state = {"w": torch.ones(5, 7)}, opt.init(params)
+    alone = opt.init(found)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state)
+        found, alone = opt.step(found, found, alone)
+    torch.testing.assert_close(params["w"].full(), found["w"])
+
+
 def test_few_parameters_are_stepped_whole_by_default(shared_mesh):
     """And what was sliced, of as few, is put together again; the bits are those of replicas."""
     mesh = shared_mesh({"data": 2})
