@@ -21,6 +21,7 @@ from .ambient import Ambient, ambient
 from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
+from .driver.functions import Shipped
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
@@ -161,8 +162,8 @@ def _compiled(
         calls.renewals.count = 0
         return known, held
     if known is not None or calls.empty:
-        changed = str if shipped is None else functools.partial(shipped.changed_part, callee.source)
-        calls.renewals.note(program.name, changed, quiet=mesh.rank not in (None, 0))
+        why = functools.partial(_why_anew, known, shipped, callee.source)
+        calls.renewals.note(program.name, why, quiet=mesh.rank not in (None, 0))
     settled = ready.settled
     choice = _choice(ready.leaves, settled.plan)
     if shipped is not None:
@@ -172,6 +173,13 @@ def _compiled(
     if (alike := calls.planned.get((settled.treedef, settled.plan, choice))) is not None:
         return alike.for_other_shapes(settled), held
     return LaunchedCall(mesh, session, program, settled, choice), held
+
+
+def _why_anew(known: DriverCall | LaunchedCall | None, shipped: Shipped | None, source: Any) -> str:
+    """Why a call had to be made, for messages; empty if that is not known."""
+    if isinstance(known, DriverCall) and known.shipped is shipped:
+        return "a class of its arguments, or what that refers to, changes"
+    return "" if shipped is None else shipped.why(source)
 
 
 class Calls:

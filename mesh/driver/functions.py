@@ -51,9 +51,10 @@ class Shipped:
     def has_classes_as_before(self) -> bool:
         return self.classes is None or self.classes[1].arrays(self.classes[0]) is not None
 
-    def changed_part(self, function: Any) -> str:
-        """What a function was sent for that has changed, for messages; empty if it was not, or that has no name."""
-        return "" if self.before is None else self.before.changed_part(function)
+    def why(self, function: Any) -> str:
+        """Why a function was sent again, for messages; empty if it was not, or what has changed has no name."""
+        changed = "" if self.before is None else self.before.changed_part(function)
+        return changed and f"it captures {changed}, which changes"
 
 
 _Functions = weakref.WeakKeyDictionary[Any, tuple[snapshot.Snapshot, Shipped]]

@@ -49,23 +49,17 @@ class Renewals:
 
     count: int = 0
 
-    def note(self, name: str, changed_part: Callable[[], str], *, quiet: bool) -> None:
+    def note(self, name: str, why: Callable[[], str], *, quiet: bool) -> None:
         """Count a call, and warn if the function was defined anew, or what it captures had changed, for each of many.
 
         Args:
-            changed_part: says what had, if it is known.
+            why: says what had, if it is known.
         """
         self.count += 1
         if self.count == RENEWED and not quiet:
-            changed = changed_part()
-            way = (
-                f"it captures {changed}, which changes"
-                if changed
-                else "it is defined anew, or what it captures changes"
-            )
             warn(
                 f"each of the last {RENEWED} calls of {name} was a first call, or was sent to the ranks anew, which "
-                f"takes several times as long: {way}",
+                f"takes several times as long: {why() or 'it is defined anew, or what it captures changes'}",
                 remedy="define it once, before the loop, pass what changes as an argument, and keep what it does not "
                 "need out of the objects that it captures",
             )

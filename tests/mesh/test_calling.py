@@ -453,6 +453,23 @@ def test_what_has_changed_in_the_object_whose_method_a_step_is(make_mesh, monkey
     assert f"it captures {change!r} of an object of Trainer, which changes" in text
 
 
+def test_a_class_of_an_argument_that_changes(make_mesh, monkeypatch):
+    tell_renewals_after(monkeypatch, 4)
+
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        made = 0
+
+        def __post_init__(self):
+            Batch.made += 1
+
+    Batch.__module__ = "__main__"  # as in a script
+    step = spmd(lambda batch: batch.x + 1, mesh=make_mesh({"data": 2}))
+    (text,) = warned(lambda turn: step(Batch(torch.ones(2))), 6)
+    assert "a class of its arguments, or what that refers to, changes" in text
+
+
 def test_what_is_defined_once_gives_none(make_mesh, monkeypatch):
     tell_renewals_after(monkeypatch, 20)
     mesh, x, captured = make_mesh({"data": 2}), torch.ones(2), {"rate": 0.0}
