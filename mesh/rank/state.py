@@ -218,11 +218,13 @@ class RankState:
         """Keep a shipped object under its key; whether it could be read."""
         if key in self._shipped:
             self._calls.clear()  # calls compiled with the old object are out of date
+            self._classes.pop(key, None)
         try:
             self._holding = HeldArrays(self.session, self.mesh)
             with classes.arriving() as arrived:
                 self._shipped[key] = self.read(packet)
-            self._classes[key] = arrived
+            if arrived:
+                self._classes[key] = arrived
             if self._holding:
                 self._held[key] = self._holding
             self.modules.notice()
@@ -246,15 +248,17 @@ class RankState:
         found = self._shipped[key]
         if isinstance(found, _Unreadable):
             raise found.error.with_traceback(found.traceback)  # the same traceback, however often it is raised
-        for content in self._classes[key]:
+        for content in self._classes.get(key, ()):
             content.take_over()
         return found
 
     def compiled(self, key: str) -> CompiledCall:
+        call = self._calls.get(key)
+        if call is not None and not self._classes:
+            return call
         planned: PlannedCall = self.shipped(key)
         tree = self.shipped(planned.tree)
         program: Program = self.shipped(planned.program)
-        call = self._calls.get(key)
         if call is None:
             noted = self._noted.get(planned.first or key)
             if noted is None or planned.first is None:  # of a function that is there no more, one thing is remembered
