@@ -122,8 +122,8 @@ def lost(fault: str, driven: bool) -> tuple[float, int, str]:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         said = [process.communicate()[1].strip().splitlines() for process in processes]
-        errors = [line for lines in said for line in lines if "Error" in line or "PeerLost" in line]
-    return seconds, len(left), errors[-1] if errors else "nothing"
+        ours = [line for lines in said for line in lines if line.startswith("spmd.kernels.errors.")]
+    return seconds, len(left), ours[-1] if ours else "nothing"
 
 
 def report() -> int:
