@@ -202,7 +202,7 @@ class Communicator(abc.ABC):
     def _start(self, what: str, steps: Steps, async_op: bool, tensors: Sequence[torch.Tensor] = ()) -> Any:
         with turn:
             steps, site = self._renewed(what, steps, tensors), call_site() if async_op else ""
-            memory = spans(tensors) if async_op or self._operations.queue else ()
+            memory = spans(tensors) if self.may_begin and (async_op or self._operations.queue) else ()
             return self._operations.start(what, steps, self.may_begin, site=site, async_op=async_op, memory=memory)
 
     def _start_message(self, what: str, steps: Steps, peers: Sequence[int], tensor: torch.Tensor) -> Work:
