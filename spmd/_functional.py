@@ -8,7 +8,7 @@ Invariant: a call leaves no trace. Whatever `forward` rebinds (parameters, buffe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._batch_norm import decays, synced
-from ._copied_modules import copied, duplicate, skeleton_of, without_parametrized_classes
+from ._copied_modules import copied, skeleton_of, without_parametrized_classes
 from ._functional_checks import (
     Lent,
     Origin,
@@ -24,12 +24,12 @@ from ._functional_checks import (
     check_names,
     check_state_dict,
     fetched,
-    no_tensor,
     warn_of_dropped,
     warn_of_frozen,
     warn_of_kept,
     warn_of_training,
 )
+from ._runner import Runner
 from .kernels import torch_private
 from .kernels.callsite import public
 from .kernels.errors import no_attribute
@@ -128,7 +128,7 @@ class Apply:
         self.skeleton, self._compiled, self._origin = skeleton, compiled, origin and skeleton.training and origin
         self._made_from = origin if isinstance(origin, Origin) else None
         # There is one at once: to make it would break a graph, if the first call is compiled.
-        self._was_looked_at, self._idle = False, [_Runner(skeleton, compiled)]
+        self._was_looked_at, self._idle = False, [Runner(skeleton, compiled)]
         # Else the first call shows if it computes with the weights that it is given; of compiled code it can't.
         self._has_run = bool(compiled) or any("_orig_mod" in name for name, _ in skeleton.named_modules())
 
@@ -217,19 +217,25 @@ class Apply:
         }
 
     def _call(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
-        if self._origin and not torch.compiler.is_compiling() and self._evaluates and not in_gradient():
+        traced = torch.compiler.is_compiling()
+        if self._origin and not traced and self._evaluates and not in_gradient():
             self._origin = False
             warn_of_training(self.skeleton)
         # A runner serves one call at a time: another thread, or a call from within the call, gets its own.
         try:
             runner = self._idle.pop()
         except IndexError:
-            runner = _Runner(self.skeleton, self._compiled)
-        compiling = torch.compiler.is_compiling() or torch_private.is_traced()
-        looks = not (self._was_looked_at or compiling) and current() is not None and in_gradient()
+            runner = Runner(self.skeleton, self._compiled)
+        if traced:
+            try:
+                return runner.traced(params, buffers, args, kwargs)
+            finally:
+                self._idle.append(runner)
+        compiled = torch_private.is_traced()
+        looks = not (self._was_looked_at or compiled) and current() is not None and in_gradient()
         try:
             kept = CapturedState([(runner.module, type(runner.module).__name__)], (), buffers=False) if looks else None
-            if self._has_run or compiling:
+            if self._has_run or compiled:
                 out, new = runner.run(params, buffers, args, kwargs)
             else:
                 made_from = self._made_from
@@ -246,13 +252,13 @@ class Apply:
                     warn_of_kept(self.skeleton, kept)
             return out, new
         finally:
-            # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there; in
-            # a compiled graph it has them. Tensors of a transform of torch.func must not outlive it.
-            keeps = torch.is_grad_enabled() and not (torch_private.in_torch_func() or torch.compiler.is_compiling())
+            # torch.utils.checkpoint computes layers again in the backward pass, and needs the same parameters there.
+            # Tensors of a transform of torch.func must not outlive it.
+            keeps = torch.is_grad_enabled() and not torch_private.in_torch_func()
             if not keeps or not after_gradient(functools.partial(self._reclaim, runner)):
                 self._reclaim(runner)
 
-    def _reclaim(self, runner: _Runner) -> None:
+    def _reclaim(self, runner: Runner) -> None:
         runner.put_back()
         self._idle.append(runner)
 
@@ -271,62 +277,6 @@ class ApplyWithBuffers(Apply):
                 if name in new:
                     note_carry(new[name], buffers[name], decay)
         return out, new
-
-
-class _Runner:
-    """A copy of a skeleton that is lent parameters and buffers for the length of a call.
-
-    It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned:
-    otherwise a cached activation would keep the graph of one call alive until the next.
-    """
-
-    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
-        self.module = module = torch_private.compile_parts(duplicate(skeleton), compiled)
-        self.params = _slots_of(module, torch_private.parameters, dict(module.named_parameters()))
-        self.constants = dict(module.named_buffers())
-        self.buffers = _slots_of(module, torch_private.buffers, self.constants)
-        submodules = list(module.modules())
-        tables = [table(m) for m in submodules for table in (torch_private.parameters, torch_private.buffers)]
-        self.saved = [(table, table.copy()) for table in (*tables, *(vars(m) for m in submodules))]
-
-    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None, args: tuple, kwargs: dict):
-        lent = self.constants if buffers is None else buffers
-        for argument, given, expected in (("params", params, self.params), ("buffers", lent, self.buffers)):
-            if type(given) is not dict or given.keys() != expected.keys():
-                check_names(argument, given, expected)
-        for name, slots in self.params.items():
-            value = params[name]
-            if value is None:  # some modules would compute as if they had no such parameter
-                raise no_tensor(value)
-            for table, key in slots:
-                table[key] = value
-        for name, slots in self.buffers.items():
-            buffer = lent[name].clone()
-            for table, key in slots:
-                table[key] = buffer
-        out = self.module(*args, **kwargs)
-        return out, {name: slots[0][0][slots[0][1]] for name, slots in self.buffers.items()}
-
-    def put_back(self) -> None:
-        """End the call, as if there had been none."""
-        for table, entries in self.saved:
-            if len(table) != len(entries):
-                table.clear()
-            table.update(entries)
-
-
-def _slots_of(
-    module: nn.Module, table: Callable[[nn.Module], dict[str, Any]], tensors: dict[str, Tensor]
-) -> dict[str, list[tuple[dict, str]]]:
-    """Every (table, key) at which each tensor sits: more than one where tensors are tied."""
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    slots: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
-    for submodule in module.modules():
-        entries = table(submodule)
-        for key, tensor in entries.items():
-            if tensor is not None:
-                slots[names[id(tensor)]].append((entries, key))
-    return slots
 
 
 def _load_parametrized(

@@ -21,6 +21,7 @@ from .compiler import is_traced as is_traced
 from .compiler import reduce_compiled as reduce_compiled
 from .compiler import rewrite_graphs as rewrite_graphs
 from .compiler import run_as_written as run_as_written
+from .compiler import run_while_tracing as run_while_tracing
 from .compiler import uncompiled as uncompiled
 from .compiler import untraced as untraced
 from .file_store import drop_unfinished_record as drop_unfinished_record

@@ -53,6 +53,14 @@ def run_as_written(functions: Iterable[Any]) -> None:
         set_code_exec_strategy(function.__code__, skip)
 
 
+def run_while_tracing(function: Callable) -> None:
+    """Have the compiler call this function, which has no arguments, while it traces, and put the result into the graph.
+
+    Public way: `torch.compiler.assume_constant_result`, which imports it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def being_exported() -> bool:
     """Whether `torch.export` is running.
 

@@ -304,6 +304,19 @@ def being_recorded() -> None:
         seen[1:] = []
 
 
+def run_while_tracing() -> None:
+    given = [1]
+
+    def found():
+        return tuple(given)
+
+    torch_private.run_while_tracing(found)
+    run = torch.compile(lambda x: x + sum(found()), backend="eager", fullgraph=True)
+    assert run(torch.ones(1)) == 2
+    given.append(2)
+    assert run(torch.ones(1)) == 2 and run(torch.ones(2)).tolist() == [4, 4]  # called again only while it traces
+
+
 def break_graph() -> None:
     def f(x):
         torch_private.break_graph("for a reason")
@@ -476,6 +489,7 @@ PARTS: dict[Callable[[], None], str] = {
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
+    run_while_tracing: "putting back what forward assigns in compiled code",
     break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",

@@ -321,6 +321,44 @@ def test_a_compiled_step_is_refused(with_compiler, shared_mesh):
     assert step(torch.ones(2)).full().tolist() == [2, 2]
 
 
+class Assigning(torch.nn.Module):
+    """Its `forward` assigns attributes, its own and a submodule's, and deletes one; and it reads them first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.cache = torch.nn.Linear(3, 1), 0, None
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x, keeps, breaks):
+        if breaks:
+            torch._dynamo.graph_break()
+        self.calls += 1
+        out = self.layer(x) * self.calls + getattr(self.layer, "note", 0) + self.mean
+        if self.cache is not None:
+            out = out + self.cache
+        self.mean = self.mean + 1
+        if keeps:
+            self.cache, self.layer.note = out, out.sum()
+            del self.layer.in_features
+        return out + hasattr(self.layer, "in_features")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("calls", ["CCc", "eCcC", "CeE"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_forward_assigns_is_gone_after_a_compiled_call(calls, breaks):
+    """In any order of compiled calls and eager ones (e), with attributes assigned (C, E) or not."""
+    torch.compiler.reset()
+    apply, params, buffers = spmd.functional_with_buffers(Assigning())
+    run = torch.compile(lambda *args: apply(*args), backend="eager", fullgraph=not breaks)
+    expected = params["layer.weight"].sum() + params["layer.bias"] + 1
+    for kind in calls:
+        keeps = kind.isupper()
+        out, new = (apply if kind in "eE" else run)(params, buffers, torch.ones(1, 3), keeps, breaks)
+        torch.testing.assert_close(out[0], expected - int(keeps))
+        assert new["mean"].tolist() == [1] and buffers["mean"].tolist() == [0]
+
+
 class Net(torch.nn.Module):
     def __init__(self, inside):
         super().__init__()

@@ -1,0 +1,147 @@
+"""A copy of a module that is lent parameters and buffers for the length of a call, and what the call changes put back.
+
+It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned, which
+later calls would find, and which might keep the graph of one call alive until the next.
+Where torch's compiler traces, it is `functional_call` itself: all that a traced call touches is checked before each call
+of the graph. What was assigned is put back there for those attributes that an earlier call has changed. A first change
+stays, until a call that would read it: that one is compiled anew.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._copied_modules import duplicate
+from ._functional_checks import check_names, no_tensor
+from .kernels import torch_private
+
+_Tensors = Mapping[str, Tensor]
+_Result = tuple[Any, dict[str, Tensor]]
+
+
+class Runner:
+    """A copy of a skeleton.
+
+    Args:
+        compiled: by name, the parts to compile in place, and their options.
+    """
+
+    def __init__(self, skeleton: nn.Module, compiled: Mapping[str, dict[str, Any]]):
+        self.module = module = torch_private.compile_parts(duplicate(skeleton), compiled)
+        self._params = _slots_of(module, torch_private.parameters, dict(module.named_parameters()))
+        self._constants = dict(module.named_buffers())
+        self._buffers = _slots_of(module, torch_private.buffers, self._constants)
+        every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        self._tied = [(name, first[id(one)]) for name, one in every if first.setdefault(id(one), name) != name]
+        self._modules = list(module.modules())
+        self._tables = [table(m) for m in self._modules for table in (torch_private.parameters, torch_private.buffers)]
+        self._own = [table.copy() for table in self._tables]
+        self._attributes = [vars(each).copy() for each in self._modules]
+        self._changed: list[tuple[int, str]] = []  # attributes that some call has changed: the module, the name
+        self._to_put_back = False
+        self._changed_before = _changed_before(weakref.ref(self))
+
+    def run(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
+        """The result, and the new buffers; `put_back` must follow."""
+        if self._to_put_back:
+            self._put_attributes_back()
+        lent = self._lent(params, buffers)
+        for name, slots in self._params.items():
+            for table, key in slots:
+                table[key] = params[name]
+        for name, slots in self._buffers.items():
+            buffer = lent[name].clone()
+            for table, key in slots:
+                table[key] = buffer
+        out = self.module(*args, **kwargs)
+        return out, {name: slots[0][0][slots[0][1]] for name, slots in self._buffers.items()}
+
+    def put_back(self) -> None:
+        """End the call, as if there had been none."""
+        for table, entries in zip(self._tables, self._own, strict=True):
+            if len(table) != len(entries):
+                table.clear()
+            table.update(entries)
+        self._put_attributes_back()
+
+    def _put_attributes_back(self) -> None:
+        self._to_put_back = False
+        for index, (module, entries) in enumerate(zip(self._modules, self._attributes, strict=True)):
+            table = vars(module)
+            if len(table) != len(entries) or not all(map(operator.is_, table.values(), entries.values())):
+                for name in table.keys() | entries.keys():
+                    if table.get(name, _NOTHING) is not entries.get(name, _NOTHING):
+                        self._changed.append((index, name))
+                self._changed = list(dict.fromkeys(self._changed))
+                table.clear()
+                table.update(entries)
+
+    def traced(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
+        """`run` and `put_back` where torch's compiler traces."""
+        changed = self._changed_before()
+        lent = self._lent(params, buffers)
+        given = {**params, **{name: lent[name].clone() for name in self._buffers}}
+        for name, first in self._tied:
+            given[name] = given[first]
+        self._to_put_back = True
+        try:
+            out = torch.func.functional_call(self.module, given, args, kwargs, tie_weights=False)
+            return out, {name: given[name] for name in self._buffers}
+        finally:
+            for index, name in changed:
+                module, entries = self._modules[index], self._attributes[index]
+                if name in entries:
+                    setattr(module, name, entries[name])
+                elif hasattr(module, name):
+                    delattr(module, name)
+
+    def _lent(self, params: _Tensors, buffers: _Tensors | None) -> _Tensors:
+        """The buffers, after a look at the names of all."""
+        lent = self._constants if buffers is None else buffers
+        for argument, given, expected in (("params", params, self._params), ("buffers", lent, self._buffers)):
+            if type(given) is not dict or given.keys() != expected.keys():
+                check_names(argument, given, expected)
+        for value in params.values():
+            if value is None:  # some modules would compute as if they had no such parameter
+                raise no_tensor(value)
+        return lent
+
+
+_NOTHING = object()
+
+
+def _changed_before(runner: Callable[[], Runner | None]) -> Callable[[], tuple[tuple[int, str], ...]]:
+    """A function without arguments, for the compiler: what calls of a runner have changed, all of which is put back."""
+
+    def changed() -> tuple[tuple[int, str], ...]:
+        alive = runner()
+        assert alive is not None
+        alive._put_attributes_back()
+        return tuple(alive._changed)
+
+    torch_private.run_while_tracing(changed)
+    return changed
+
+
+torch_private.run_as_written([Runner.put_back, Runner._put_attributes_back])
+
+
+def _slots_of(
+    module: nn.Module, table: Callable[[nn.Module], dict[str, Any]], tensors: dict[str, Tensor]
+) -> dict[str, list[tuple[dict, str]]]:
+    """Every (table, key) at which each tensor sits: more than one where tensors are tied."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    slots: dict[str, list[tuple[dict, str]]] = {name: [] for name in tensors}
+    for submodule in module.modules():
+        entries = table(submodule)
+        for key, tensor in entries.items():
+            if tensor is not None:
+                slots[names[id(tensor)]].append((entries, key))
+    return slots
