@@ -2,9 +2,9 @@
 
 It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned, which
 later calls would find, and which might keep the graph of one call alive until the next.
-Where torch's compiler traces, it is `functional_call` itself: all that a traced call touches is checked before each call
-of the graph. What was assigned is put back there for those attributes that an earlier call has changed. A first change
-stays, until a call that would read it: that one is compiled anew.
+Where torch's compiler traces, it is `functional_call` itself, for all that a traced call touches is checked before each
+call of the graph. What was assigned is put back there for those attributes that an earlier call has changed. A first
+change stays, until a call that would read it: that one is compiled anew.
 """
 
 from __future__ import annotations
