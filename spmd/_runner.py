@@ -10,6 +10,7 @@ change stays, until a call that would read it: that one is compiled anew.
 from __future__ import annotations
 
 import operator
+import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,6 +48,7 @@ class Runner:
         self._changed: list[tuple[int, str]] = []  # attributes that some call has changed: the module, the name
         self._to_put_back = False
         self._changed_before = _changed_before(weakref.ref(self))
+        self._code = _code_of({type(each) for each in self._modules})
 
     def run(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """The result, and the new buffers; `put_back` must follow."""
@@ -85,6 +87,9 @@ class Runner:
 
     def traced(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """`run` and `put_back` where torch's compiler traces."""
+        # A look at each has it checked before each call: a class that has come by value may get other methods.
+        for function in self._code:
+            function is None  # noqa: B015
         changed = self._changed_before()
         lent = self._lent(params, buffers)
         given = {**params, **{name: lent[name].clone() for name in self._buffers}}
@@ -131,6 +136,12 @@ def _changed_before(runner: Callable[[], Runner | None]) -> Callable[[], tuple[t
 
 
 torch_private.run_as_written([Runner.put_back, Runner._put_attributes_back])
+
+
+def _code_of(classes: set[type]) -> list[types.FunctionType]:
+    """The methods of modules' classes, but those of torch."""
+    own = {base for cls in classes for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
+    return [each for cls in own for each in vars(cls).values() if isinstance(each, types.FunctionType)]
 
 
 def _slots_of(

@@ -1,11 +1,13 @@
 """Private parts of torch: each does what it is used for with this version of torch, and no other file names one."""
 
 import ast
+import builtins
 import copy
 import datetime
 import pathlib
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import ClassVar
@@ -317,6 +319,16 @@ def run_while_tracing() -> None:
     assert run(torch.ones(1)) == 2 and run(torch.ones(2)).tolist() == [4, 4]  # called again only while it traces
 
 
+def set_up_compiler() -> None:
+    torch_private.set_up_compiler()
+    names = {"__name__": __name__, "__builtins__": builtins, "OWN": 3}
+    inlined = types.FunctionType((lambda x: x * OWN).__code__, names)  # type: ignore[name-defined]  # noqa: F821
+    run = torch.compile(lambda x: inlined(x), backend="eager", fullgraph=True)
+    assert run(torch.ones(1)) == 3
+    names["OWN"] = 5
+    assert run(torch.ones(1)) == 5
+
+
 def break_graph() -> None:
     def f(x):
         torch_private.break_graph("for a reason")
@@ -490,6 +502,7 @@ PARTS: dict[Callable[[], None], str] = {
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
     run_while_tracing: "putting back what forward assigns in compiled code",
+    set_up_compiler: "compiling functions that have come by value, whose globals are not their module's",
     break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",

@@ -311,6 +311,33 @@ def test_as_in_eager_on_launched_ranks(tmp_path, programs):
     assert code == 0 and out.count("equal") == 2, err
 
 
+GLOBALS = """
+import warnings
+import torch
+import spmd
+warnings.simplefilter("ignore")
+SCALE = 1.0
+
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return x * SCALE
+
+apply, params = spmd.functional(torch.nn.Sequential(torch.nn.Linear(2, 1), Scale()))
+run = torch.compile(apply, backend="eager")
+with spmd.Mesh({"data": 2}) as mesh:
+    step = spmd.spmd(lambda params, x: run(params, x), mesh=mesh)
+    for SCALE in (1.0, 1.0, 2.0, 2.0, 1.0, 2.0):
+        torch.testing.assert_close(step(params, torch.ones(2, 2)).full(), apply(params, torch.ones(2, 2)))
+print("equal")
+"""
+
+
+def test_a_compiled_model_reads_its_scripts_globals_as_they_are(tmp_path):
+    """Its classes come to the ranks by value, where a module of their name has other globals."""
+    code, out, err = run(script(tmp_path, GLOBALS), env={"FORKED_WITH": "torch._dynamo.backends.debugging"})
+    assert code == 0 and out.strip() == "equal", err
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_is_refused(with_compiler, shared_mesh):
     mesh = shared_mesh({"data": 2})
