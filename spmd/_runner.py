@@ -77,13 +77,16 @@ class Runner:
         self._to_put_back = False
         for index, (module, entries) in enumerate(zip(self._modules, self._attributes, strict=True)):
             table = vars(module)
-            if len(table) != len(entries) or not all(map(operator.is_, table.values(), entries.values())):
-                for name in table.keys() | entries.keys():
-                    if table.get(name, _NOTHING) is not entries.get(name, _NOTHING):
-                        self._changed.append((index, name))
-                self._changed = list(dict.fromkeys(self._changed))
-                table.clear()
-                table.update(entries)
+            if len(table) == len(entries) and all(map(operator.is_, table.values(), entries.values())):
+                continue
+            names = [n for n in table | entries if table.get(n, _NOTHING) is not entries.get(n, _NOTHING)]
+            table.clear()
+            table.update(entries)
+            for name in names:
+                if name not in entries and hasattr(module, name):
+                    # One of its class, which no graph can uncover again: from now on the copy has it as its own.
+                    entries[name] = table[name] = getattr(module, name)
+            self._changed = list(dict.fromkeys((*self._changed, *((index, name) for name in names))))
 
     def traced(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """`run` and `put_back` where torch's compiler traces."""

@@ -351,6 +351,8 @@ def test_a_compiled_step_is_refused(with_compiler, shared_mesh):
 class Assigning(torch.nn.Module):
     """Its `forward` assigns attributes, its own and a submodule's, and deletes one; and it reads them first."""
 
+    of_class = 0.0
+
     def __init__(self):
         super().__init__()
         self.layer, self.calls, self.cache = torch.nn.Linear(3, 1), 0, None
@@ -360,12 +362,12 @@ class Assigning(torch.nn.Module):
         if breaks:
             torch._dynamo.graph_break()
         self.calls += 1
-        out = self.layer(x) * self.calls + getattr(self.layer, "note", 0) + self.mean
+        out = self.layer(x) * self.calls + getattr(self.layer, "note", 0) + self.mean + self.of_class
         if self.cache is not None:
             out = out + self.cache
         self.mean = self.mean + 1
         if keeps:
-            self.cache, self.layer.note = out, out.sum()
+            self.cache, self.layer.note, self.of_class = out, out.sum(), 1.0
             del self.layer.in_features
         return out + hasattr(self.layer, "in_features")
 
