@@ -332,6 +332,14 @@ def test_a_generator_of_the_program_would_not_advance(shared_mesh: Any) -> None:
     assert x[torch.randperm(4, generator=generator)].shape == (4,)  # no Array among its arguments
 
 
+def test_the_result_of_a_remote_call_beside_an_array(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    x, ones = put(torch.ones(4), P("data"), mesh=mesh), mesh.remote(lambda: [1.0], rank=1)
+    for add in (lambda: x + ones.copy(), lambda: ones.copy() * x):
+        with pytest.raises(SpecError, match=r"was given a Ref.*ref\.get\(\)"):
+            add()
+
+
 def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
     mesh = shared_mesh({"data": 2})
     x = put(torch.ones(3), mesh=mesh)
