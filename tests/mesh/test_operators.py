@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -239,6 +240,15 @@ def test_an_index_for_which_torch_makes_a_tensor_gives_no_advice_about_dtensors(
     x = put(torch.ones(4, 3), P("data"), mesh=shared_mesh({"data": 2}))
     assert x[True].shape == (1, 4, 3)
     assert capfd.readouterr() == ("", "")
+
+
+def test_shifts_by_what_is_cut_in_another_way(shared_mesh: Any) -> None:
+    mesh, i = shared_mesh({"data": 2}), torch.arange(24).view(4, 6)
+    for one, other in ((i, i % 3), (i[:, None], (i % 3)[:2])):
+        x, y = put(one, P("data"), mesh=mesh), put(other, P(None, "data"), mesh=mesh)
+        for shift in (operator.lshift, operator.rshift):
+            for found in (shift(x, y), shift(x, other), shift(x, y)):
+                assert torch.equal(found.full(), shift(one, other))
 
 
 def test_cut_in_different_ways(shared_mesh: Any) -> None:
