@@ -476,6 +476,16 @@ def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:
     assert torch.equal(found["x"], torch.arange(4)) and found["name"] == "x" and found["more"][0] == 0.25
 
 
+def test_python_s_numbers_and_reversed(shared_mesh: Any) -> None:
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(4.0)
+    x, one = put(plain, P("data"), mesh=mesh), put(torch.tensor(2 + 0j), mesh=mesh)
+    for kind in (float, int, complex):
+        with pytest.raises(ValueError, match="only one element tensors can be converted to Python scalars"):
+            kind(x)
+        assert kind(one) == 2
+    assert isinstance(reversed(x), Array) and torch.equal(reversed(x).full(), reversed(plain))
+
+
 def test_a_module_takes_arrays_for_its_state(shared_mesh: Any) -> None:
     mesh, module = shared_mesh({"data": 2}), torch.nn.Linear(2, 3)
     state = {name: put(value.detach() + 1, mesh=mesh) for name, value in module.state_dict().items()}
