@@ -198,10 +198,10 @@ class Array:
         return self.full().item()
 
     def __float__(self) -> float:
-        return float(self.item())  # type: ignore[arg-type]
+        return float(self.full())
 
     def __int__(self) -> int:
-        return int(self.item())  # type: ignore[arg-type]
+        return int(self.full())
 
     def __index__(self) -> int:
         return operator.index(self.full())
@@ -210,7 +210,7 @@ class Array:
         return bool(self.full())
 
     def __complex__(self) -> complex:
-        return complex(self.item())
+        return complex(self.full())
 
     def __len__(self) -> int:
         if not self.shape:
@@ -271,8 +271,8 @@ class Array:
         return functools.partial(_operated, method, self)
 
     __add__, __radd__, __sub__, __rsub__, __mul__, __rmul__ = _operators("add", "radd", "sub", "rsub", "mul", "rmul")
-    __truediv__, __rtruediv__, __floordiv__ = _operators("truediv", "rtruediv", "floordiv")
-    __rfloordiv__, __mod__, __rmod__, __pow__, __rpow__ = _operators("rfloordiv", "mod", "rmod", "pow", "rpow")
+    __truediv__, __rtruediv__, __floordiv__, __rfloordiv__ = _operators("truediv", "rtruediv", "floordiv", "rfloordiv")
+    __mod__, __rmod__, __pow__, __rpow__, __reversed__ = _operators("mod", "rmod", "pow", "rpow", "reversed")
     __matmul__, __rmatmul__, __and__, __or__, __xor__ = _operators("matmul", "rmatmul", "and", "or", "xor")
     __rand__, __ror__, __rxor__ = __and__, __or__, __xor__  # which take their operands in any order
     __neg__, __pos__, __abs__, __invert__, __contains__ = _operators("neg", "pos", "abs", "invert", "contains")

@@ -88,7 +88,7 @@ class _Pickler(Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is torch.nn.Parameter and obj.__dict__):  # its attributes travel, too: see `Pickler`
             return None
         if kind in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
             index = self._known.get(id(obj))

@@ -20,7 +20,7 @@ from ...kernels.errors import MeshError, SpecError, SpmdError
 from ...kernels.torch_private import in_torch_func, run_as_written
 from .. import trees
 from ..array import FREEZE, WAY, Array, Meta, refuse_gradients
-from ..calling import Callee, call
+from ..calling import Callee, HasRefs, call
 from ..mesh import Mesh
 from ..program import Program
 from ..purity.writes import written_by
@@ -143,6 +143,9 @@ def operate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
                     _ = result.shape
             for result in filter(is_array, trees.leaves(results)):
                 result._source.sure |= is_sure
+    except HasRefs:
+        problem = f"torch's {name} was given a Ref, the result of a remote call"
+        raise SpecError(problem, remedy="give it the value, ref.get()") from None
     except SpmdError:
         if mesh.layout is layout:
             raise

@@ -109,6 +109,9 @@ def _of_bytes(
 
 def _reduced(obj: Any) -> Any:
     """What `__reduce__` should return for an object; None for most, which cloudpickle pickles well."""
+    if type(obj) is torch.nn.Parameter and obj.__dict__:
+        own = {name: value for name, value in obj.__dict__.items() if not name.startswith("_spmd_")}
+        return torch.nn.Parameter, (obj.data, obj.requires_grad), (own, None), None, None, _set_attributes
     if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
         trainable = obj.requires_grad and obj.is_leaf
         return _placed, (obj.detach().cpu(), trainable, type(obj) is torch.nn.Parameter)

@@ -57,7 +57,7 @@ class Remote:
         if name not in self._methods:
             raise AttributeError(
                 f"{self._label} on rank {self._owner[0]} has no method {name!r} to call from here; it has: "
-                f"{', '.join(sorted(self._methods)) or 'none'}; what is no method, a method of the class returns"
+                f"{', '.join(dir(self)) or 'none'}; what is no method, a method of the class returns"
             ) from None
         return Method(self, name)
 
@@ -76,8 +76,21 @@ class Remote:
             raise TypeError(f"{self._label} objects are not callable; call one of their methods") from None
         return self._caller.invoke(self, "__call__", args, kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        return self._named == other._named if isinstance(other, Remote) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._named)
+
+    @public
+    def __bool__(self) -> bool:
+        if "__bool__" not in self._methods:
+            return True
+        problem = f"a handle was asked whether it is true, and whether the {self._label} is, only its rank knows"
+        raise MeshError(problem, got=repr(self), remedy="ask a method of the class, or write `handle is not None`")
+
     def __dir__(self) -> list[str]:
-        return sorted(self._methods)
+        return sorted(self._methods - {"__bool__"})
 
     @public
     def __reduce__(self) -> Any:
@@ -108,10 +121,13 @@ class Method:
 
 
 def methods_of(cls: type) -> frozenset[str]:
-    """The names of the methods that can be called remotely: public ones, and `__call__`."""
+    """The methods that can be called remotely: public ones, `__call__`; and `__bool__` if not all objects are true."""
     names = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
-    defines_call = any(inspect.isfunction(vars(base).get("__call__")) for base in cls.__mro__)
-    return frozenset([*names, *(["__call__"] if defines_call else [])])
+    if any(inspect.isfunction(vars(base).get("__call__")) for base in cls.__mro__):
+        names.append("__call__")
+    if hasattr(cls, "__bool__") or hasattr(cls, "__len__"):
+        names.append("__bool__")
+    return frozenset(names)
 
 
 def named(obj: Remote | Ref, caller: Caller) -> tuple:

@@ -39,6 +39,7 @@ from .protocol import (
     Result,
     WaitsForItself,
 )
+from .reference import Ref
 from .restoring import Saving
 
 PUSHED = 1 << 16  # results up to this many bytes are sent with the answer; larger ones are kept until they are fetched
@@ -100,8 +101,7 @@ class Residents:
         finally:
             self._here.call = None
         if refs:
-            packet.close()
-            later = threading.Thread(target=self._finish_later, args=(live, call, result), daemon=True)
+            later = threading.Thread(target=self._finish_later, args=(live, call, packet, refs), daemon=True)
             later.start()
             with self._lock:
                 live.running = None
@@ -126,17 +126,17 @@ class Residents:
                 packet.close()
             call.arguments.clear()
 
-    def _finish_later(self, live: LiveObject, call: Call, result: Any) -> None:
+    def _finish_later(self, live: LiveObject, call: Call, first: wire.Packet, refs: tuple[Ref, ...]) -> None:
         """Finish a call whose result contains Refs, once their results are there."""
         kind: type = Result
         try:
             contents = self._caller.contents
-            first, refs = contents.dumps(result, "a result")
             values = [ref.get() for ref in refs]
             packet = contents.dumps(contents.loads(first, values.__getitem__), "a result")[0]
-            first.close()
         except BaseException as error:
             kind, packet = Raised, answers.packed(error, self._post.id[0])
+        finally:
+            first.close()
         self._finish(live, call, kind, packet, left=True)
 
     def _finish(self, live: LiveObject, call: Call, kind: type, packet: wire.Packet, *, left: bool = False) -> None:

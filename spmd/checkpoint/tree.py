@@ -75,7 +75,8 @@ def structure_of(node: Any) -> Any:
     {'dict': ['w', 'b'], 'of': ['leaf', {'tuple': ['leaf', {'list': []}]}]}
     """
     if type(node) in DICTS and all(isinstance(key, str | int) and not isinstance(key, bool) for key in node):
-        found = {"dict": list(node), "of": [structure_of(value) for value in node.values()]}
+        keys = list(dict.keys(node))  # in the order of the leaves: optree does not see that of `move_to_end`
+        found = {"dict": keys, "of": [structure_of(node[key]) for key in keys]}
         return found if type(node) is dict else {**found, "class": type(node).__name__}
     if type(node) in (list, tuple):
         return {type(node).__name__: [structure_of(value) for value in node]}

@@ -29,7 +29,8 @@ from .dtensor import as_dtensor
 aten = torch.ops.aten
 _KINDS = 4096  # of shards whose layouts are kept
 _LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
-_WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor}  # which torch gets wrong below a DTensor (`DispatchMode`)
+# Which torch gets wrong below a DTensor (`DispatchMode`); shifts it takes by their names for ones in place.
+_WHOLE = {ITEM.default, aten.linalg_pinv.atol_rtol_tensor, aten.__lshift__.Tensor, aten.__rshift__.Tensor}
 _SCANS = {aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default}
 _PLACES = {aten.argmax.default, aten.argmin.default}
 # A part of a sum may be rounded off, or be too large for them. Bytes: of `any` torch adds up the ranks' results.

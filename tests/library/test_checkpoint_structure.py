@@ -110,6 +110,13 @@ def test_dicts_of_other_classes(tmp_path: Path) -> None:
     assert type(back["grown"]["b"]) is State
 
 
+def test_an_ordered_dict_whose_keys_were_moved(tmp_path: Path) -> None:
+    moved = collections.OrderedDict(b=1, a={"x": 2}, c=3)
+    moved.move_to_end("b")
+    save(tmp_path, moved)
+    assert dict(restore(tmp_path)) == dict(restore(tmp_path, like=moved)) == {"b": 1, "a": {"x": 2}, "c": 3}
+
+
 def test_what_was_plain_takes_the_class_of_like(tmp_path: Path) -> None:
     save(tmp_path, {"b": 1, "a": {"x": [2, 3]}})
     back = restore(tmp_path, like=collections.OrderedDict(a={}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -241,6 +242,15 @@ def test_an_index_for_which_torch_makes_a_tensor_gives_no_advice_about_dtensors(
     assert capfd.readouterr() == ("", "")
 
 
+def test_shifts_by_what_is_cut_in_another_way(shared_mesh: Any) -> None:
+    mesh, i = shared_mesh({"data": 2}), torch.arange(24).view(4, 6)
+    for one, other in ((i, i % 3), (i[:, None], (i % 3)[:2])):
+        x, y = put(one, P("data"), mesh=mesh), put(other, P(None, "data"), mesh=mesh)
+        for shift in (operator.lshift, operator.rshift):
+            for found in (shift(x, y), shift(x, other), shift(x, y)):
+                assert torch.equal(found.full(), shift(one, other))
+
+
 def test_cut_in_different_ways(shared_mesh: Any) -> None:
     mesh, plain = shared_mesh({"data": 2, "model": 2}), operands()
     x, y = put(plain["x"], SPECS["rows"], mesh=mesh), put(plain["y"], SPECS["columns"], mesh=mesh)
@@ -330,6 +340,14 @@ def test_a_generator_of_the_program_would_not_advance(shared_mesh: Any) -> None:
     with pytest.raises(SpecError, match=r"bernoulli would draw .* copies of a generator.*leave generator= out"):
         torch.bernoulli(x, generator=generator)
     assert x[torch.randperm(4, generator=generator)].shape == (4,)  # no Array among its arguments
+
+
+def test_the_result_of_a_remote_call_beside_an_array(shared_mesh: Any) -> None:
+    mesh = shared_mesh({"data": 2})
+    x, ones = put(torch.ones(4), P("data"), mesh=mesh), mesh.remote(lambda: [1.0], rank=1)
+    for add in (lambda: x + ones.copy(), lambda: ones.copy() * x):
+        with pytest.raises(SpecError, match=r"was given a Ref.*ref\.get\(\)"):
+            add()
 
 
 def test_what_is_refused_says_what_to_write(shared_mesh: Any) -> None:
@@ -456,6 +474,16 @@ def test_values_are_shown_and_fetched(shared_mesh: Any) -> None:
     assert isinstance(small.numpy(), np.ndarray)
     found = fetch({"x": small, "name": "x", "more": [loss]})
     assert torch.equal(found["x"], torch.arange(4)) and found["name"] == "x" and found["more"][0] == 0.25
+
+
+def test_python_s_numbers_and_reversed(shared_mesh: Any) -> None:
+    mesh, plain = shared_mesh({"data": 2}), torch.arange(4.0)
+    x, one = put(plain, P("data"), mesh=mesh), put(torch.tensor(2 + 0j), mesh=mesh)
+    for kind in (float, int, complex):
+        with pytest.raises(ValueError, match="only one element tensors can be converted to Python scalars"):
+            kind(x)
+        assert kind(one) == 2
+    assert isinstance(reversed(x), Array) and torch.equal(reversed(x).full(), reversed(plain))
 
 
 def test_a_module_takes_arrays_for_its_state(shared_mesh: Any) -> None:

@@ -246,6 +246,38 @@ def test_a_result_is_what_it_was_when_the_call_ended(mesh: Mesh) -> None:
     assert after.get()[0] == 2 and before.get()[0] == 1
 
 
+class Counted:
+    """Arrives as the number of times that it was pickled."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __reduce__(self) -> Any:
+        self.times += 1
+        return int, (self.times,)
+
+
+def test_a_result_with_another_call_s_in_it_is_what_it_was_when_the_call_ended(mesh: Mesh) -> None:
+    class Both:
+        def both(self, other: Any) -> Any:
+            return Counted(), other.add(2)
+
+    assert mesh.remote(Both, rank=0).both(mesh.remote(Counter, 1, rank=1)).get() == (1, 3)
+
+
+def test_handles_of_one_object_are_equal(mesh: Mesh) -> None:
+    one, other = mesh.remote(Counter, rank=0), mesh.remote(Counter, rank=0)
+
+    def find(handles: list[Any], wanted: Any) -> tuple[int, bool, int]:
+        return handles.index(wanted), wanted in {one: 1}, len({*handles, wanted})
+
+    for wanted, found in ((one, (1, True, 2)), (other, (0, False, 2))):
+        assert find([other, one], wanted) == found
+        assert mesh.run(find, [other, one], wanted) == [found, found]
+        assert mesh.remote(Caller, rank=1).call(find, [other, one], wanted).get() == found
+    assert one and one != 1 and one is not None
+
+
 def test_functions_on_ranks_take_handles_and_results(mesh: Mesh) -> None:
     counter, tensors = mesh.remote(Counter, rank=1), mesh.remote(Tensors, rank=0)
     assert sorted(mesh.run(lambda handle: handle.add(1).get(), counter)) == [1, 2]
@@ -432,6 +464,11 @@ def test_a_call_that_waits_for_itself_is_told_so(mesh: Mesh) -> None:
     assert one.hand_on(7).get() == 7  # the result is another call's
 
 
+class Empty:
+    def __bool__(self) -> bool:
+        return False
+
+
 def test_what_is_refused(mesh: Mesh) -> None:
     tensors = mesh.remote(Tensors, rank=1)
     weight = torch.ones(3, requires_grad=True)
@@ -441,6 +478,10 @@ def test_what_is_refused(mesh: Mesh) -> None:
         tensors.total(put(torch.ones(2), mesh=mesh))
     with pytest.raises(MeshError, match="cannot be sent"):
         tensors.total(threading.Lock())
+    for empty in (mesh.remote(list, rank=1), mesh.remote(Empty, rank=1)):
+        with pytest.raises(MeshError, match=r"asked whether it is true.*`handle is not None`"):
+            assert not empty
+        assert "__bool__" not in dir(empty)
     with pytest.raises(MeshError, match="no such rank"):
         mesh.remote(Counter, rank=2)
     for timeout in ("x", math.nan):  # of which the second would never be over

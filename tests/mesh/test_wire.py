@@ -113,6 +113,16 @@ def test_parameters():
     assert [x.requires_grad for x in back] == [False, True, True, False]  # a graph does not travel
 
 
+def test_attributes_of_parameters():
+    """Programs mark them, to leave some out of weight decay, say."""
+    linear = torch.nn.Linear(2, 3).requires_grad_(False)
+    linear.weight.no_decay, linear.weight.of = True, linear
+    back, weight = there_and_back([linear, linear.weight])
+    assert back.weight is weight and type(weight) is torch.nn.Parameter and not weight.requires_grad
+    assert vars(weight) == {"no_decay": True, "of": back} and not vars(back.bias)
+    assert torch.equal(weight, linear.weight)
+
+
 def test_what_is_no_plain_tensor_is_pickled_as_torch_does():
     sparse = torch.tensor([[0.0, 1.0]]).to_sparse()
     meta = torch.empty(3, device="meta")
