@@ -35,7 +35,7 @@ _COMBINE = {
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {op: getattr(torch, name) for op, name in _COMBINE.items()}
 OPS = tuple(_COMBINE)
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # NumPy computes with these, torch does not
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 # Block by block, partial sums stay in the cache: those of more than two contributions, and those of 16-bit floats,
 # which lie in memory of their own.
 _BLOCK = 1 << 16
@@ -92,7 +92,7 @@ def reduce_in_order(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) ->
     >>> reduce_in_order([torch.tensor([1, 2]), torch.tensor([3, 5])], "sum", torch.empty(2, dtype=torch.int64))
     tensor([4, 7])
     """
-    if out.numel() > _BLOCK and (len(parts) > 2 or out.dtype in _HALVES):
+    if out.numel() > _BLOCK and (len(parts) > 2 or out.dtype in HALVES):
         for start in range(0, out.numel(), _BLOCK):
             end = start + _BLOCK
             _reduce([part[start:end] for part in parts], op, out[start:end])
@@ -114,7 +114,7 @@ def _reduce(parts: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
         if op == "avg":
             divide(out, len(parts))
         return
-    narrow = out.dtype in _HALVES and op in ("sum", "avg", "product")
+    narrow = out.dtype in HALVES and op in ("sum", "avg", "product")
     if narrow:
         total = combine(parts[0].float(), parts[1])
     else:

@@ -20,15 +20,19 @@ import operations_table as table
 import pytest
 import torch
 from internals import pretend_host, without_shared_memory
-from oracle import bits, reduced, value
+from oracle import HALVES, bits, reduced, value
 from patience import soon, until
 
 from spmd import CollectiveMismatch, Mesh, MeshError, P, PeerLost, pmean, psum, put, spmd
 from spmd.kernels.reduction import Pairwise, reduce_in_order
 
-TYPES = (torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16)
+TYPES = (torch.float32, torch.float64, torch.complex64, *HALVES)
 NUMELS = (1, 5, 8192, 8193, 100_001)  # 8192 float32 are the most that go in one phase
-OPS = {torch.complex64: ("sum", "avg"), torch.float32: ("sum", "avg", "max", "product")}
+OPS = {
+    torch.complex64: ("sum", "avg"),
+    torch.float32: ("sum", "avg", "max", "product"),
+    **dict.fromkeys(HALVES, ("sum", "avg", "product")),
+}
 # 16-bit floats: the table wants one rounding; order_of_additions checks these.
 ROUNDED_TWICE = ("all_reduce sum", "all_reduce avg", "all_reduce product")
 check = suite.check
@@ -41,7 +45,10 @@ def pretend(hosts: list[list[int]]) -> None:
 
 
 def in_hosts_order(parts: list[torch.Tensor], hosts: list[list[int]], op: str) -> torch.Tensor:
-    """The ranks of each host first, then the hosts; an average is divided last."""
+    """The ranks of each host first, then the hosts; an average is divided last, one of 16-bit floats on each host."""
+    if op == "avg" and parts[0].dtype in HALVES:
+        means = [reduced([parts[rank] for rank in host], op) * (len(host) / len(parts)) for host in hosts]
+        return reduced(means, "sum")
     added = "sum" if op == "avg" else op
     total = reduced([reduced([parts[rank] for rank in host], added) for host in hosts], added)
     return total / len(parts) if op == "avg" else total
@@ -73,6 +80,20 @@ def order_of_additions(mesh: Mesh, hosts: list[list[int]]) -> None:
     for rank, found in enumerate(first):
         for index, (got, wanted) in enumerate(zip(found, expected, strict=True)):
             check(got == wanted, f"all_reduce {index} on rank {rank}, in the order of the hosts")
+
+
+def averages_of_large_values(mesh: Mesh) -> None:
+    """Of values whose sum is more than 16 bits hold."""
+
+    def body() -> list[bool]:
+        comm, found = mesh.comm(), []
+        for numel in NUMELS:
+            large = torch.full((numel,), 40_000.0, dtype=torch.float16)
+            found.append(torch.allclose(comm.all_reduced(large, "avg"), large, rtol=2e-3))
+        return found
+
+    for rank, found in enumerate(mesh.run(body)):
+        check(all(found), f"averages of large values on rank {rank}: {found}")
 
 
 def sums_in_tree_order(mesh: Mesh) -> None:
@@ -205,6 +226,7 @@ def main(hosts: list[list[int]]) -> None:
     mesh = Mesh({"data": -1}, timeout=30.0)
     check(mesh.backend == "hierarchical" and "backend='hierarchical'" in repr(mesh), "the backend")
     order_of_additions(mesh, hosts)
+    averages_of_large_values(mesh)
     sums_in_tree_order(mesh)
     many_at_once(mesh, hosts)
     results_are_private(mesh)

@@ -8,7 +8,8 @@ the call takes this way. Invariants:
 * numbers are added in the order of the ranks on a host, then in that of the hosts (by their first rank in the group),
   so a run repeats exactly; on one host with as many ranks the order, and so the bits, may differ.
 * a sum in tree order has the bits of one host: it goes by hosts if these are nodes of the tree, else by single ranks.
-* 16-bit floats are added in float32 and rounded twice: once for the host's sum, once for the total.
+* 16-bit floats are added in float32 and rounded twice: once for the host's sum, once for the total. Their averages are
+  divided before that, since 16 bits may not hold the sum.
 * operations begin in the arena and go on to the network one after another, so that all leaders agree on their order.
 """
 
@@ -26,7 +27,7 @@ from ..collectives import ONE_PHASE_BYTES
 from ..communicator import Communicator
 from ..flat import as_bytes
 from ..operations import Steps, Work
-from ..reduction import Op, Pairwise, divide
+from ..reduction import HALVES, Op, Pairwise, divide
 from ..shm.communicator import ShmCommunicator
 from .gloo import GlooCommunicator
 from .hosts import HostWatch
@@ -113,8 +114,9 @@ class HierarchicalCommunicator(GlooCommunicator):
     def _all_reduce(self, call: Call, flat: torch.Tensor, op: Op, *, in_place: bool = False) -> Steps:
         host, across = self._host, self._across
         assert host is not None and self._shared is not None
-        added = "sum" if op == "avg" else op
-        across_hosts: Op = added
+        narrow = op == "avg" and flat.dtype in HALVES
+        across_hosts: Op = "sum" if op == "avg" else op
+        added: Op = "avg" if narrow else across_hosts
         if isinstance(op, Pairwise):
             if not self._is_subtree():
                 return (yield from super()._all_reduce(call, flat, op))
@@ -124,8 +126,10 @@ class HierarchicalCommunicator(GlooCommunicator):
         total: Any = None
         if across is not None:
             self._waits_for = f"the other hosts, at their ranks {[host[0] for host in self._hosts]}"
+            if narrow:
+                partial = partial * (host.size / self.size)
             total = yield from across._all_reduce(call, partial, across_hosts)
-            if op == "avg":
+            if op == "avg" and not narrow:
                 divide(total, self.size)
         del partial  # its memory is free for the next operation
         self._waits_for = f"the first rank of its host, rank {self._mine[0]}, which talks to the other hosts"

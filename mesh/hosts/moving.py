@@ -66,11 +66,11 @@ class Moves:
         """Why a call can't run again, in words, and what to do."""
         argument = self._argument(task)
         what = (
-            f"{task.again.call.name} needs a value that"
+            f"{task.again.call.name} needs a value that is lost, and that nobody else had"
             if argument is None
-            else f"{task.again.call.holds.path_of(argument)}, which"
+            else f"{task.again.call.holds.path_of(argument)}, which nobody else had, is lost"
         )
-        return f"{what} nobody else had, is lost: {self.remedy}"
+        return f"{what}: {self.remedy}"
 
     def send(self, session: ValuesSession) -> None:
         """Have the ranks do it, as the next region."""

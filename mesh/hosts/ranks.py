@@ -211,7 +211,8 @@ class HostRanks(Ranks):
     @property
     def remark(self) -> str | None:
         lost = ", ".join(host.name for host in self._hosts if host.lost)
-        return f"if host {lost} comes again the mesh goes on, without the values that it alone had" if lost else None
+        values = "with copies of" if self.request.copies else "without"
+        return f"if host {lost} comes again the mesh goes on, {values} the values that it alone had" if lost else None
 
     @property
     def dying(self) -> bool:

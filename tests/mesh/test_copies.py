@@ -239,6 +239,19 @@ def test_the_call_under_way_says_what_is_lost_and_how_to_go_on(make_mesh, tmp_pa
         training.steps(1)
 
 
+def test_a_call_that_does_not_run_again_says_that_values_have_copies(mesh):
+    cut = put(torch.arange(4.0), P("data"), mesh=mesh)
+
+    def end_host():
+        if mesh.rank == 3:
+            os.kill(host_process(), signal.SIGKILL)
+        mesh.comm().barrier()
+
+    with pytest.raises(PeerLost, match=r"comes again the mesh goes on, with copies of the values that it alone had"):
+        mesh.run(end_host)
+    assert cut.full().tolist() == [0, 1, 2, 3]
+
+
 def test_both_hosts_at_once_are_too_many(make_mesh, tmp_path):
     """One copy outlives one host: what is lost is named, and the run goes on from its checkpoint with the same bits."""
     mesh = make_mesh({"data": 4}, hosts="local:2x2", copies=1)

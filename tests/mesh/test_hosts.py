@@ -495,6 +495,21 @@ def test_a_call_runs_again_beside_values_that_are_lost(mesh: Mesh, tmp_path: Pat
             needs_them()
 
 
+def test_a_fetch_under_way_of_a_lost_value_says_so(mesh: Mesh) -> None:
+    cut, host, pids = put(torch.arange(4.0), P("data"), mesh=mesh), mesh.run(host_process)[3], mesh.run(os.getpid)
+
+    def kill() -> None:
+        until(lambda: len(mesh.driver.pending.tasks) > 0)
+        os.kill(host, signal.SIGKILL)
+
+    os.kill(pids[3], signal.SIGSTOP)  # until then it does not answer
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(PeerLost, match=r"fetching needs a value that is lost, and that nobody else had: restore from"):
+        cut.full()
+    thread.join()
+
+
 def test_a_host_whose_process_is_stopped_is_replaced(
     mesh: Mesh, shared_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
