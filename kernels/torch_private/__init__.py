@@ -81,6 +81,7 @@ from .tensors import coo_parts as coo_parts
 from .tensors import copy_each as copy_each
 from .tensors import holders as holders
 from .tensors import is_batch_of_gradients as is_batch_of_gradients
+from .tensors import is_lazy_zero as is_lazy_zero
 from .tensors import keep_storage_apart as keep_storage_apart
 from .tensors import laid_out as laid_out
 from .tensors import storage as storage

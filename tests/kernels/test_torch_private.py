@@ -365,6 +365,14 @@ def coo_parts() -> None:
     assert indices.tolist() == [[1, 1]] and same.data_ptr() == values.data_ptr()
 
 
+def is_lazy_zero() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit
+        zero = torch.func.jacfwd(torch.func.jacfwd(lambda x: 3 * x))(torch.ones(2))
+    assert torch_private.is_lazy_zero(zero) and not zero.data_ptr()
+    assert not torch_private.is_lazy_zero(torch.zeros(2)) and not torch_private.is_lazy_zero(torch.empty(0))
+
+
 def copy_each() -> None:
     target = torch.zeros(4)
     torch_private.copy_each(list(target.split(2)), [torch.ones(2), torch.full((2,), 2.0)])
@@ -482,6 +490,7 @@ PARTS: dict[Callable[[], None], str] = {
     tree_nodes: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
     coo_parts: "what memory a sparse result shows",
+    is_lazy_zero: "communicating and keeping tangents that are zeros without memory",
     copy_each: "buckets and flat parameters of many leaves",
     reduce_compiled: "sending compiled functions to the ranks",
     compiled_parts: "carrying module.compile() to the ranks",
