@@ -67,6 +67,7 @@ from .tape import has_step_hooks as has_step_hooks
 from .tape import hooks_gradient as hooks_gradient
 from .tape import hooks_made as hooks_made
 from .tape import in_backward as in_backward
+from .tape import in_forward_mode as in_forward_mode
 from .tape import in_torch_func as in_torch_func
 from .tape import order as order
 from .tape import outside_torch_func as outside_torch_func

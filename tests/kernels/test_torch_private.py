@@ -210,6 +210,26 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
 
 
+def in_forward_mode() -> None:
+    seen = [torch_private.in_forward_mode()]
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch_private.in_forward_mode())
+            return x * 1
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent
+
+    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # of torch.jit
+        seen.append(torch_private.in_forward_mode())
+        Same.apply(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    assert seen == [False, True, False]
+
+
 def in_torch_func() -> None:
     seen = []
 
@@ -480,6 +500,7 @@ PARTS: dict[Callable[[], None], str] = {
     has_hooks: "refusing modules whose parameters have hooks",
     has_step_hooks: "calling hooks that a program has given every optimizer's step",
     in_torch_func: "collectives and grad within transforms of torch.func",
+    in_forward_mode: "refusing what would drop tangents",
     with_tangents: "second derivatives of pmax and pmin in forward mode",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
