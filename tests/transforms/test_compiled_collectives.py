@@ -100,6 +100,25 @@ def test_tangents_go_through_compiled_collectives(shared_mesh):
     torch.testing.assert_close(compiled, eager)
 
 
+def test_virtual_shards_share_a_graph(shared_mesh):
+    """There was one for each, until torch gave up compiling: the others ran in eager mode, which ones by the ranks."""
+    mesh = shared_mesh({"data": 1})
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    apply, params, buffers = spmd.functional_with_buffers(model)
+    loss = torch.compile(lambda params, buffers, batch: apply(params, buffers, batch)[0].mean(), backend=counting)
+
+    @spmd.spmd(mesh=mesh)
+    @data_parallel(shards=12)
+    def step(params, buffers, batch):
+        return value_and_grad(loss)(params, buffers, batch)
+
+    before = mesh.run(counted)[0]
+    for _ in range(3):
+        step(params, buffers, torch.ones(24, 3))
+    assert mesh.run(counted)[0] == before + 1
+
+
 def a_constant_elsewhere(x):
     y = psum(x.sin(), "data").sum() * pmean(x * 2, "data").sum()
     return x.sum() * 0 if axis_index("data") else y
