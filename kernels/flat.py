@@ -107,14 +107,32 @@ def overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
     return any(start < end and first < last for first, end in some for start, last in others)
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether memory does not hold a tensor's values: they are to be conjugated or negated, or zeros without any."""
+    return tensor.is_conj() or tensor.is_neg() or torch_private.is_lazy_zero(tensor)
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor detached, and its values in its memory.
+
+    >>> resolved(torch.tensor([1j]).conj().imag).is_neg()
+    False
+    """
+    tensor = tensor.detach()
+    if is_lazy(tensor):
+        tensor = tensor.resolve_conj().resolve_neg()
+        return tensor.clone() if torch_private.is_lazy_zero(tensor) else tensor
+    return tensor
+
+
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor detached, in C order, and with lazy conjugation and negation carried out."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """The tensor detached, in C order, and its values in its memory."""
+    return resolved(tensor).contiguous()
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if bytes can be written into it, else a contiguous stand-in; see `copy_back`."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.is_contiguous() and not is_lazy(tensor):
         return tensor.detach()
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)
 

@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.errors import SpecError
 from ..kernels.overlapping import Overlapping
@@ -102,6 +103,15 @@ def made_within_torch_func(where: str) -> SpecError:
         where=where,
         remedy=f"vmap within the @spmd function, and {WAY}",
     )
+
+
+def refuse_tangents(what: str, leaves: Iterable[Any]) -> None:
+    """Refuse tensors with a tangent, where only their values would be sent; call it in forward mode only."""
+    if any(isinstance(leaf, torch.Tensor) and unpack_dual(leaf).tangent is not None for leaf in leaves):
+        raise SpecError(
+            f"{what} was given a tensor with a tangent (torch.autograd.forward_ad), which it would drop",
+            remedy="make it dual in the @spmd function, and return the tangent of what comes out",
+        )
 
 
 @contextlib.contextmanager

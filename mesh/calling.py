@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.torch_private import in_forward_mode
 from . import trees
-from .ambient import Ambient, ambient
+from .ambient import Ambient, ambient, refuse_tangents
 from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
@@ -85,6 +86,8 @@ def call(
         if callee.check != "never":  # as with torch's functions on Arrays
             calls.renewals = renewals_of(session, callee.source)
     leaves, treedef = flat or calls.flatten(tree)
+    if in_forward_mode():
+        refuse_tangents(f"a call of {callee.program.name}", leaves)
     ready = _ready(mesh, callee, calls, tree, leaves, treedef, settings)
     deal, spans, name = ready.deal, ready.spans, callee.program.name
     if mesh.is_driver:

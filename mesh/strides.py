@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..kernels.flat import resolved
+
 Sizes = Sequence[int]
 
 
@@ -100,7 +102,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """A tensor's elements in memory order, and its strides (None if they are the usual ones)."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = resolved(tensor)
     if is_standard(tensor):
         return tensor.view(-1), None
     layout = dense(tensor.shape, tensor.stride())

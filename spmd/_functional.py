@@ -271,7 +271,7 @@ class ApplyWithBuffers(Apply):
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> Any:
         out, new = self._call(params, buffers, args, kwargs)
-        if current_plan().shard is not None:
+        if current_plan().in_shard:
             # Virtual shards all begin with the same running statistics; this notes how to combine their results.
             for name, decay in decays(self.skeleton).items():
                 if name in new:

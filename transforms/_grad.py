@@ -18,7 +18,7 @@ import torch
 from ..kernels.arguments import check_function, checked_flag, whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import compiled_from, in_torch_func, untraced
+from ..kernels.torch_private import compiled_from, in_forward_mode, in_torch_func, untraced
 from ..mesh import trees
 from ..mesh.region import Region, current, note_differentiated
 from ..mesh.replication.net import active
@@ -155,9 +155,10 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
 
 def _check_surroundings(name: str, region: Region | None) -> None:
     """Refuse a gradient where torch would not see it, or could not take it."""
-    if in_torch_func():
+    if in_torch_func() or in_forward_mode():
+        where = "a transform of torch.func" if in_torch_func() else "torch.autograd.forward_ad.dual_level"
         raise SpecError(
-            f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
+            f"spmd's grad of {name} was called inside {where}, which it cannot see through",
             remedy="use torch.func.grad there, and psum or pmean what comes out",
         )
     if region is not None:

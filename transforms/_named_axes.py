@@ -92,7 +92,7 @@ def check_axis(what: str, axis: Axis) -> tuple[RankSession, tuple[str, ...]]:
         raise SpecError(f'{what} got a bad "axis"', got=repr(axis), expected="an axis name or a tuple of them")
     axes = session.axes(axis if isinstance(axis, str) else tuple(axis), what=what)
     plan = plan_of(region)
-    if plan.shard is not None and plan.virtual is not None and plan.virtual.axis in axes:
+    if plan.in_shard and plan.virtual is not None and plan.virtual.axis in axes:
         raise SpecError(
             f"{what} over {plan.virtual.axis!r} in a virtual shard, which runs alone, one after another",
             where=session.where(),

@@ -23,6 +23,8 @@ class Plan:
         virtual: the virtual shards of the step; None if it has none.
         shard: the virtual shard that is running; None outside of shards.
         batch: this rank's part of the batch, leaf by leaf.
+        in_shard: whether a virtual shard is running. Code that torch compiles asks for this alone: if it asked for the
+            shard's number, it would be compiled for each.
     """
 
     samples: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -31,6 +33,7 @@ class Plan:
     virtual: VirtualShards | None = None
     shard: int | None = None
     batch: tuple[Tensor, ...] = ()
+    in_shard: bool = False
 
     @property
     def bucket_bytes(self) -> int:

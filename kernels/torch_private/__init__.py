@@ -68,6 +68,7 @@ from .tape import has_step_hooks as has_step_hooks
 from .tape import hooks_gradient as hooks_gradient
 from .tape import hooks_made as hooks_made
 from .tape import in_backward as in_backward
+from .tape import in_forward_mode as in_forward_mode
 from .tape import in_torch_func as in_torch_func
 from .tape import order as order
 from .tape import outside_torch_func as outside_torch_func
@@ -82,6 +83,7 @@ from .tensors import coo_parts as coo_parts
 from .tensors import copy_each as copy_each
 from .tensors import holders as holders
 from .tensors import is_batch_of_gradients as is_batch_of_gradients
+from .tensors import is_lazy_zero as is_lazy_zero
 from .tensors import keep_storage_apart as keep_storage_apart
 from .tensors import laid_out as laid_out
 from .tensors import storage as storage

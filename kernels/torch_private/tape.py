@@ -79,6 +79,14 @@ def in_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_forward_mode() -> bool:
+    """Whether a level of `torch.autograd.forward_ad` is open, and operations have tangents. Public way: none.
+
+    They have none in the `forward` of a `torch.autograd.Function`.
+    """
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
 def outside_torch_func() -> contextlib.AbstractContextManager[Any]:
     """Inside this block, tensors are made and written as if outside `torch.func`. Public way: none."""
     return temporarily_clear_interpreter_stack()

@@ -55,6 +55,11 @@ def holders(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage`
 
 
+# Whether a tensor is all zeros and has no memory, as forward-mode differentiation makes tangents of what is constant.
+# Public way: none; `data_ptr()` is 0 for an empty tensor, too.
+is_lazy_zero = Tensor._is_zerotensor
+
+
 def coo_parts(tensor: Tensor) -> list[Tensor]:
     """A sparse tensor's indices and values as stored. Public way: methods that refuse a tensor that isn't coalesced."""
     return [tensor._indices(), tensor._values()]

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from ...kernels.errors import MeshError, SpecError, SpmdError
-from ...kernels.torch_private import in_torch_func, run_as_written
+from ...kernels.torch_private import in_forward_mode, in_torch_func, run_as_written
 from .. import trees
+from ..ambient import refuse_tangents
 from ..array import FREEZE, WAY, Array, Meta, refuse_gradients
 from ..calling import Callee, HasRefs, call
 from ..mesh import Mesh
@@ -164,6 +165,8 @@ def _mesh_of(name: str, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) 
             f"a transform of torch.func (grad, vmap, ...) came to {name} of an Array, which it can't follow",
             remedy=f"use it in an @spmd function, on tensors; gradients: {WAY}",
         )
+    if in_forward_mode():
+        refuse_tangents(f"torch's {name} of an Array", leaves)
     arrays = [leaf for leaf in leaves if type(leaf) is Array]
     mesh = arrays[0].mesh
     if any(array.mesh is not mesh for array in arrays):

@@ -21,6 +21,7 @@ import torch
 from ...kernels import torch_private
 from ...kernels.arguments import arrived
 from ...kernels.errors import MeshError
+from ...kernels.flat import contiguous
 from ...kernels.shm.pages import PAGE, any_copied
 from . import classes, functions, operators
 from .attributes import Parts
@@ -86,7 +87,7 @@ class _OfValues(Pickler):
         if (name := name_in_script(obj)) is not None:
             return class_of_script, (name,)
         if type(obj) in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
-            data = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data = contiguous(obj).reshape(-1).view(torch.uint8).numpy()
             trainable = obj.requires_grad and obj.is_leaf
             return _of_bytes, (data.tobytes(), obj.dtype, tuple(obj.shape), trainable, type(obj) is torch.nn.Parameter)
         return super().reducer_override(obj)

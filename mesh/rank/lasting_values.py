@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...kernels import torch_private
 from ...kernels.copying import copy
-from ...kernels.flat import extent_bytes
+from ...kernels.flat import extent_bytes, is_lazy, resolved
 from ...kernels.shm.arena import Arena
 from ...kernels.shm.blocks import Extent
 from ...kernels.shm.ledger import Record
@@ -105,7 +106,7 @@ class KnownLayout:
         return KnownLayout(tensors, specs) if plain else None
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are plain tensors of this layout whose memory holds their values (not conjugate or negated)."""
+        """Whether these are plain tensors of this layout whose memory holds their values."""
         try:
             alike = (self._shapes, self._strides, self._dtypes) == _kinds(tensors)
         except (RuntimeError, AttributeError, TypeError):  # a tensor without strides; no tensor
@@ -113,6 +114,7 @@ class KnownLayout:
         return (
             alike
             and not any(map(torch.Tensor.is_neg, tensors))
+            and not any(map(torch_private.is_lazy_zero, tensors))
             and not any(tensors[index].is_conj() for index in self._complex)
         )
 
@@ -138,8 +140,8 @@ class LastingValues:
             leaf = leaves[index]
             if not isinstance(leaf, torch.Tensor):
                 continue
-            if leaf.is_conj() or leaf.is_neg():  # its memory holds other numbers
-                leaf = leaves[index] = frozen_as(leaf, leaf.detach().resolve_conj().resolve_neg())
+            if is_lazy(leaf):
+                leaf = leaves[index] = frozen_as(leaf, resolved(leaf))
             if self._is_to_be_copied(leaf):
                 found.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         for address, indexes in found.items():

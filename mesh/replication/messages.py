@@ -1,8 +1,9 @@
 """`mesh.comm()` on a call that is followed: what messages bring, and that they bring no gradients.
 
 A communicator moves bytes, and autograd knows nothing of it: what was received is a constant, and what was reduced in
-place keeps the gradient of this rank's own values. So in a function that `grad` differentiates a tensor that requires
-gradients is refused; in the `forward` of a `torch.autograd.Function` none is recorded, and messages are right.
+place keeps the gradient of this rank's own values. So in a function that is differentiated a tensor that requires
+gradients, or has a tangent, is refused; in the `forward` of a `torch.autograd.Function` none is recorded, and messages
+are right.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from ...kernels.errors import SpecError
-from ...kernels.torch_private import in_torch_func
+from ...kernels.torch_private import in_forward_mode, in_torch_func
 from ..purity.writes import tensors_in
 from ..region import current
 from ..spec import Layout
@@ -74,13 +76,15 @@ _MESSAGES = _REPLICATES | _SENDS | {"recv", "irecv", "reduce", "gather", "scatte
 
 def _refuse_gradients(name: str, tensors: list[torch.Tensor]) -> None:
     region = current()
-    if region is None or not (region.in_gradient or in_torch_func()) or not torch.is_grad_enabled():
+    if region is None:
         return
-    for tensor in tensors:
-        if tensor.requires_grad:
+    backward, forward = (region.in_gradient or in_torch_func()) and torch.is_grad_enabled(), in_forward_mode()
+    for tensor in tensors if backward or forward else ():
+        has_tangent = forward and unpack_dual(tensor).tangent is not None
+        if has_tangent or (backward and tensor.requires_grad):
             raise SpecError(
-                f"{name} of a communicator, in a function that is differentiated, was given a tensor that requires "
-                "gradients, which do not go through messages",
+                f"{name} of a communicator, in a function that is differentiated, was given a tensor that "
+                f"{'has a tangent' if has_tangent else 'requires gradients'}, which do not go through messages",
                 got=f"shape {tuple(tensor.shape)}",
                 where=region.session.where(),
                 remedy="call psum, all_gather, ppermute or another collective over an axis of the mesh (one axis "

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.errors import MeshError, PeerLost, SpecError, SpmdError
+from ..kernels.flat import resolved
 from ..kernels.interrupts import uninterrupted
 from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
@@ -327,8 +328,7 @@ def _write_here(rank: int, size: int, folder: Path, tensors: dict[str, Any], hel
         if more := leaves.about(value, shape):
             about[key] = more
         written.append([key, position, key])
-        value = value.detach().resolve_conj().resolve_neg()
-        mine[key] = torch.view_as_real(value) if value.is_complex() else value
+        mine[key] = torch.view_as_real(value) if (value := resolved(value)).is_complex() else value
     name = f"rank-{rank:05d}.safetensors"
     checked = tensor_file.write(folder / name, mine)
     _report(folder, rank, {"file": name, **checked, "pieces": written, "about": about})

@@ -212,6 +212,26 @@ def has_hooks() -> None:
         assert not torch_private.has_hooks(x) and not torch_private.hooks_gradient(x)
 
 
+def in_forward_mode() -> None:
+    seen = [torch_private.in_forward_mode()]
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch_private.in_forward_mode())
+            return x * 1
+
+        @staticmethod
+        def jvp(ctx, tangent):
+            return tangent
+
+    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # of torch.jit
+        seen.append(torch_private.in_forward_mode())
+        Same.apply(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    assert seen == [False, True, False]
+
+
 def in_torch_func() -> None:
     seen = []
 
@@ -390,6 +410,14 @@ def coo_parts() -> None:
     assert indices.tolist() == [[1, 1]] and same.data_ptr() == values.data_ptr()
 
 
+def is_lazy_zero() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit
+        zero = torch.func.jacfwd(torch.func.jacfwd(lambda x: 3 * x))(torch.ones(2))
+    assert torch_private.is_lazy_zero(zero) and not zero.data_ptr()
+    assert not torch_private.is_lazy_zero(torch.zeros(2)) and not torch_private.is_lazy_zero(torch.empty(0))
+
+
 def copy_each() -> None:
     target = torch.zeros(4)
     torch_private.copy_each(list(target.split(2)), [torch.ones(2), torch.full((2,), 2.0)])
@@ -497,6 +525,7 @@ PARTS: dict[Callable[[], None], str] = {
     has_hooks: "refusing modules whose parameters have hooks",
     has_step_hooks: "calling hooks that a program has given every optimizer's step",
     in_torch_func: "collectives and grad within transforms of torch.func",
+    in_forward_mode: "refusing what would drop tangents",
     with_tangents: "second derivatives of pmax and pmin in forward mode",
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
@@ -509,6 +538,7 @@ PARTS: dict[Callable[[], None], str] = {
     tree_nodes: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
     coo_parts: "what memory a sparse result shows",
+    is_lazy_zero: "communicating and keeping tangents that are zeros without memory",
     copy_each: "buckets and flat parameters of many leaves",
     reduce_compiled: "sending compiled functions to the ranks",
     compiled_parts: "carrying module.compile() to the ranks",

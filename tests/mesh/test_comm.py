@@ -137,6 +137,21 @@ def test_messages_bring_no_gradients_and_are_refused_where_some_are_taken(shared
         assert on_the_mesh(torch.arange(4.0), True).full().tolist() == [0.25] * 4
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # by torch itself, for the first tangent of a process
+@pytest.mark.parametrize("summed", [reduced, gathered_sum, sent])
+def test_messages_bring_no_tangents_and_are_refused_where_there_are_some(shared_mesh, summed):
+    """What was reduced in place kept that of this rank's own part."""
+    mesh = shared_mesh({"data": 2})
+
+    def tangent(x):
+        with torch.autograd.forward_ad.dual_level():
+            total = summed(mesh.comm(), torch.autograd.forward_ad.make_dual(x, x) * 1)
+            return torch.autograd.forward_ad.unpack_dual(total).tangent
+
+    with pytest.raises(SpecError, match="that has a tangent, which do not go through messages"):
+        spmd(tangent, mesh=mesh)(torch.ones(3))
+
+
 def test_a_function_with_its_own_gradient_may_send_messages(shared_mesh):
     mesh = shared_mesh({"data": 2})
 

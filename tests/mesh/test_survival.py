@@ -35,12 +35,14 @@ from spmd import (
     MeshError,
     P,
     PeerLost,
+    all_gather,
     axis_index,
     data_parallel,
     functional,
     optimizer,
     psum,
     put,
+    restore,
     save,
     spmd,
     value_and_grad,
@@ -241,6 +243,29 @@ def test_what_memory_holds_is_what_a_value_is(make_mesh):
     for turn, (whole, part) in zip(turns, results, strict=True):
         wanted = (z.conj() if turn else z).resolve_conj()
         assert torch.equal(whole.full(), wanted) and torch.equal(part.full(), wanted.imag), turn
+
+
+@pytest.mark.parametrize("size", [1, 30_000])
+def test_zeros_without_memory_are_zeros(make_mesh, tmp_path, size):
+    """Tangents of forward mode, such as `jacfwd(jacfwd(linear))`: as arguments, as results, and between ranks."""
+    mesh = make_mesh({"data": 2})
+    tangent = torch._efficientzerotensor((size,), dtype=torch.float32)
+    assert not tangent.data_ptr()
+
+    def step(given, turn):
+        made = given.new_zeros(size) if turn else torch._efficientzerotensor((size,), dtype=torch.float32)
+        return made, all_gather(made, "data"), given
+
+    run = spmd(step, mesh=mesh)
+    results = [run(tangent, torch.tensor(number != 4)) for number in range(6)]
+    mesh.run(int)
+    kill(mesh, [0, 1])
+    for made, gathered, given in results:
+        assert made.shape == given.shape == (size,) and gathered.shape == (2, size)
+        assert not any(one.full().any() for one in (made, gathered, given))
+    assert not mesh.run(lambda: tangent * 1)[1].any()
+    save(tmp_path, {"tangent": tangent})
+    assert not restore(tmp_path)["tangent"].any()
 
 
 def test_some_values_of_a_call_are_gone(make_mesh):

@@ -85,6 +85,40 @@ def test_one_graph_with_the_values_and_gradients_of_eager(shared_mesh, names):
     shared_mesh({"data": 2}).run(compared, COLLECTIVES[names])
 
 
+def test_tangents_go_through_compiled_collectives(shared_mesh):
+    """In a graph they had none."""
+
+    def on_a_rank():
+        forward_ad, x = torch.autograd.forward_ad, torch.arange(3.0) + axis_index("data")
+        torch._dynamo.reset()
+        eager = lambda x: psum(x * x, "data").sin()  # noqa: E731
+        for loss in (eager, torch.compile(eager, backend="aot_eager")):
+            with forward_ad.dual_level():
+                yield forward_ad.unpack_dual(loss(forward_ad.make_dual(x, torch.ones(3)))).tangent
+
+    eager, compiled = shared_mesh({"data": 2}).run(lambda: list(on_a_rank()))[0]
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_virtual_shards_share_a_graph(shared_mesh):
+    """There was one for each, until torch gave up compiling: the others ran in eager mode, which ones by the ranks."""
+    mesh = shared_mesh({"data": 1})
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    apply, params, buffers = spmd.functional_with_buffers(model)
+    loss = torch.compile(lambda params, buffers, batch: apply(params, buffers, batch)[0].mean(), backend=counting)
+
+    @spmd.spmd(mesh=mesh)
+    @data_parallel(shards=12)
+    def step(params, buffers, batch):
+        return value_and_grad(loss)(params, buffers, batch)
+
+    before = mesh.run(counted)[0]
+    for _ in range(3):
+        step(params, buffers, torch.ones(24, 3))
+    assert mesh.run(counted)[0] == before + 1
+
+
 def a_constant_elsewhere(x):
     y = psum(x.sin(), "data").sum() * pmean(x * 2, "data").sum()
     return x.sum() * 0 if axis_index("data") else y

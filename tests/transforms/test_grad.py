@@ -1251,6 +1251,34 @@ def test_inference_mode_is_refused() -> None:
         assert grad(lambda w: (w * w).sum())(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # by torch itself, for the first tangent of a process
+def test_a_gradient_in_forward_mode_is_refused(shared_mesh) -> None:
+    """Its result had no tangent: that of `w * grad` was 3, and not 9."""
+
+    def tangent(w):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+            slope = dual * grad(lambda w: (w**3).sum())(dual)
+            return torch.autograd.forward_ad.unpack_dual(slope).tangent
+
+    for run in (tangent, spmd(tangent, mesh=shared_mesh({"data": 2}))):
+        with pytest.raises(SpecError, match=r"inside torch.autograd.forward_ad.dual_level.*use torch.func.grad there"):
+            run(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_tangents_do_not_leave_the_program(shared_mesh) -> None:
+    """Tensors went to the ranks without them, and what came back had none."""
+    mesh, x = shared_mesh({"data": 2}), torch.ones(3)
+    array, square = put(x, mesh=mesh), spmd(lambda x: x * x, mesh=mesh)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        for send in (lambda: square(dual), lambda: dual * array):
+            with pytest.raises(SpecError, match=r"a tensor with a tangent.*make it dual in the @spmd function"):
+                send()
+        assert square(x).full().tolist() == (x * array).full().tolist() == [1, 1, 1]
+
+
 def test_sharded_without_leaves_is_taken_off() -> None:
     found = grad(lambda tree: tree["w"] * (2 if tree["none"] == {} else 1))(
         {"w": torch.tensor(3.0), "none": Sharded({}, P("data"))}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.torch_private import being_exported, in_torch_func
+from ...kernels.torch_private import being_exported, in_forward_mode, in_torch_func
 from ...mesh import trees
 from ...mesh.region import current
 from .._tokens import state
@@ -30,7 +30,7 @@ def traceable(x: Any, axis: Any, *, replicates: bool, fits: Callable[[Tensor, in
         fits: whether the collective accepts a leaf, on this number of ranks.
     """
     region = current()
-    if region is None or in_torch_func() or being_exported():
+    if region is None or in_torch_func() or in_forward_mode() or being_exported():
         return False
     names = (axis,) if isinstance(axis, str) else axis
     if type(names) is not tuple or not names or len(set(names)) < len(names):

@@ -120,7 +120,7 @@ def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None
     again = [virtual.calls] if virtual.calls else []
     _reseed(region, "shard", shard, *others, *again)
     samples = plan.splitting(virtual.axis, virtual.sizes[shard], virtual.total)
-    region.plan = dataclasses.replace(plan, samples=samples, shard=shard)
+    region.plan = dataclasses.replace(plan, samples=samples, shard=shard, in_shard=True)
     try:
         yield
     finally:
