@@ -181,13 +181,6 @@ def _distance(failure: Failure, failures: dict[int, Failure]) -> int:
 
 _NOTES = (  # on errors of torch's: a part of the type's name, a part of the text, and what to write instead
     (
-        "Dynamo",
-        "module '__main__' has no attribute",
-        "[torch looks in the rank's own __main__ for globals of functions that it compiles within others, as those of "
-        "torch.cond and scan, and the script's are not there: give such a function what it needs as arguments or local "
-        "variables, or define it in a module of its own (docs/compile.md)]",
-    ),
-    (
         "HigherOrderOpError",
         "do not support aliasing",
         "[parameters of a step lie side by side in one memory, which torch takes for aliases in functions that it "

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import has_compiler, set_up_compiler, version, versions
+from ..kernels.torch_private import draw_as_eager, has_compiler, version, versions
 from . import donation, trees
 from .ambient import Ambient
 from .array import Array
@@ -188,7 +188,7 @@ class CompiledCall:
         args, kwargs = trees.unflatten(self._treedef, local)
         if is_new := not self._results.known:
             self._captured = Captured([self._program.body, *values], self._whole)
-            set_up_compiler()
+            draw_as_eager()
         net = self._net_over(local) if check is Check.TYPES else None
         first = None
         if is_new and not (again and (has_compiler() or self._noted.checked)):  # others run compiled, checks eagerly

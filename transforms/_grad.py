@@ -155,14 +155,14 @@ def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tu
 
 def _check_surroundings(name: str, region: Region | None) -> None:
     """Refuse a gradient where torch would not see it, or could not take it."""
+    if region is not None and not in_torch_func():
+        refuse_recording(f"spmd's grad of {name}")  # `torch.func.linearize` records in forward mode
     if in_torch_func() or in_forward_mode():
         where = "a transform of torch.func" if in_torch_func() else "torch.autograd.forward_ad.dual_level"
         raise SpecError(
             f"spmd's grad of {name} was called inside {where}, which it cannot see through",
             remedy="use torch.func.grad there, and psum or pmean what comes out",
         )
-    if region is not None:
-        refuse_recording(f"spmd's grad of {name}")
     if torch.is_inference_mode_enabled():
         raise SpecError(
             f"spmd's grad of {name} was called under torch.inference_mode, where nothing can be differentiated",

@@ -12,6 +12,7 @@ from .compiler import compile_parts as compile_parts
 from .compiler import compiled_call as compiled_call
 from .compiler import compiled_from as compiled_from
 from .compiler import compiled_parts as compiled_parts
+from .compiler import draw_as_eager as draw_as_eager
 from .compiler import eagerly as eagerly
 from .compiler import graphs_compiled as graphs_compiled
 from .compiler import has_compiler as has_compiler
@@ -21,7 +22,6 @@ from .compiler import reduce_compiled as reduce_compiled
 from .compiler import rewrite_graphs as rewrite_graphs
 from .compiler import run_as_written as run_as_written
 from .compiler import run_while_tracing as run_while_tracing
-from .compiler import set_up_compiler as set_up_compiler
 from .compiler import uncompiled as uncompiled
 from .compiler import untraced as untraced
 from .file_store import drop_unfinished_record as drop_unfinished_record
@@ -61,6 +61,7 @@ from .operators import operation_name as operation_name
 from .operators import qualified_name as qualified_name
 from .operators import registered as registered
 from .operators import set_function as set_function
+from .own_globals import inline_with_own_globals as inline_with_own_globals
 from .tape import Node as Node
 from .tape import backward_keeps_tape as backward_keeps_tape
 from .tape import has_hooks as has_hooks

@@ -7,7 +7,6 @@ the program has not imported it, nothing is compiled.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -143,7 +142,6 @@ def compile_parts(module: nn.Module, parts: Mapping[str, dict[str, Any]]) -> nn.
     """Compile the same parts of a copy in place: a deep copy of a module is not compiled any more."""
     for name, options in parts.items():
         module.get_submodule(name).compile(**options)
-    set_up_compiler()
     return module
 
 
@@ -175,7 +173,6 @@ def _chain(callback: Any) -> list[Any]:
 
 def _compiled(function: Callable, options: dict[str, Any]) -> Callable:
     compiled: Callable = torch.compile(function, **options)
-    set_up_compiler()
     return compiled
 
 
@@ -201,49 +198,23 @@ def eagerly() -> Iterator[None]:
     if has_compiler():
         with _forced_eager:
             yield
-        set_up_compiler()
+        draw_as_eager()
         return
     try:
         yield
     finally:
         if has_compiler():  # the block has imported it, and it may have met functions
             torch.compiler.reset()
-    set_up_compiler()
+    draw_as_eager()
 
 
-def set_up_compiler() -> None:
-    """If this program has imported the compiler, have it compute what eager mode does in two cases where it doesn't.
+def draw_as_eager() -> None:
+    """Have Inductor's graphs draw the random numbers that eager mode draws, and not numbers of their own.
 
-    Inductor's graphs draw the random numbers that eager mode draws, not numbers of their own: else what a step draws
-    would depend on whether its process has called it before, so a resumed run drew others. And a function that came by
-    value reads its own globals, not those of this process's module of that name, such as `__main__`.
+    Else what a step draws would depend on whether its process has called it before, so a resumed run drew others.
     """
     if has_inductor():
         sys.modules["torch._inductor.config"].fallback_random = True  # type: ignore[attr-defined]
-    converter: Any = sys.modules.get("torch._dynamo.symbolic_convert")
-    translator = getattr(converter, "InliningInstructionTranslator", None)
-    before = getattr(translator, _FINDS_GLOBALS, None)
-    if before is not None and not hasattr(before, "__wrapped__"):
-        setattr(translator, _FINDS_GLOBALS, _with_own_globals(before))
-
-
-_FINDS_GLOBALS = "get_globals_source_and_value"
-
-
-def _with_own_globals(before: Callable) -> Callable:
-    """The compiler's way to a global of a function that it inlines, but for functions that are not their module's."""
-
-    @functools.wraps(before)
-    def found(translator: Any, name: str) -> Any:
-        names = translator.f_globals
-        module = sys.modules.get(names.get("__name__", ""))
-        if module is None or vars(module) is names:
-            return before(translator, name)
-        source, builder = sys.modules["torch._dynamo.source"], sys.modules["torch._dynamo.variables.builder"]
-        of_all = source.GlobalSource(translator.output.install_global_by_id("globals", names))
-        return names, builder.VariableBuilder(translator, of_all)(names), source.DictGetItemSource(of_all, name)
-
-    return found
 
 
 def graphs_compiled() -> int:

@@ -24,6 +24,7 @@ from ...kernels.network.stores import limit_silence
 from ...kernels.processes import open_more_files
 from ...kernels.registry import register_backend
 from ...kernels.shm.arena import Arena
+from ...kernels.torch_private import inline_with_own_globals
 from .. import protocol, wire
 from ..ambient import Ambient, under
 from ..display.bars import report_bars
@@ -92,6 +93,7 @@ def main(request: RankRequest, fds: list[int]) -> None:
         session.lasting = LastingValues(session.host_arena)
     arrive_on(session.device)
     take_over()
+    inline_with_own_globals()
     session.renew(request.generation)
     mesh = Mesh.on_rank(session, request.threads, request.pinned)
     own_path = request.path if request.hosts else ()

@@ -339,8 +339,8 @@ def run_while_tracing() -> None:
     assert run(torch.ones(1)) == 2 and run(torch.ones(2)).tolist() == [4, 4]  # called again only while it traces
 
 
-def set_up_compiler() -> None:
-    torch_private.set_up_compiler()
+def inline_with_own_globals() -> None:
+    torch_private.inline_with_own_globals()
     names = {"__name__": __name__, "__builtins__": builtins, "OWN": 3}
     inlined = types.FunctionType((lambda x: x * OWN).__code__, names)  # type: ignore[name-defined]  # noqa: F821
     run = torch.compile(lambda x: inlined(x), backend="eager", fullgraph=True)
@@ -531,7 +531,7 @@ PARTS: dict[Callable[[], None], str] = {
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
     run_while_tracing: "putting back what forward assigns in compiled code",
-    set_up_compiler: "compiling functions that have come by value, whose globals are not their module's",
+    inline_with_own_globals: "compiling functions that have come by value, whose globals are not their module's",
     break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
     compiled_call: "carrying module.compile() to the ranks",
