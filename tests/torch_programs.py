@@ -131,6 +131,23 @@ def ddp_own_hook(rank: int, size: int) -> None:
 
 
 @program
+def ddp_that_a_rank_leaves(rank: int, size: int) -> None:
+    """Its backward pass raises on the other ranks, which go on."""
+    group = dist.new_group()
+    model = DistributedDataParallel(Model(), process_group=group)
+    if rank == size - 1:
+        dist.destroy_process_group(group)
+    else:
+        try:
+            model(batch(size)).sum().backward()
+        except RuntimeError as error:
+            assert f"the group was shut down on rank {size - 1} without its part in all_reduce" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+    dist.barrier()
+
+
+@program
 def ddp_accumulates(rank: int, size: int) -> None:
     model = DistributedDataParallel(Model())
     mine = batch(size).chunk(size)[rank]
