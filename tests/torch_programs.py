@@ -141,9 +141,10 @@ def ddp_that_a_rank_leaves(rank: int, size: int) -> None:
         try:
             model(batch(size)).sum().backward()
         except RuntimeError as error:
-            assert f"the group was shut down on rank {size - 1} without its part in all_reduce" in str(error), error
+            assert "MeshError: " in str(error) or "PeerLost: " in str(error), error  # the latter between hosts
         else:
             raise AssertionError("nothing was raised")
+        dist.destroy_process_group(group)
     dist.barrier()
 
 
