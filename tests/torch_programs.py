@@ -131,6 +131,24 @@ def ddp_own_hook(rank: int, size: int) -> None:
 
 
 @program
+def ddp_that_a_rank_leaves(rank: int, size: int) -> None:
+    """Its backward pass raises on the other ranks, which go on."""
+    group = dist.new_group()
+    model = DistributedDataParallel(Model(), process_group=group)
+    if rank == size - 1:
+        dist.destroy_process_group(group)
+    else:
+        try:
+            model(batch(size)).sum().backward()
+        except RuntimeError as error:
+            assert "MeshError: " in str(error) or "PeerLost: " in str(error), error  # the latter between hosts
+        else:
+            raise AssertionError("nothing was raised")
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+@program
 def ddp_accumulates(rank: int, size: int) -> None:
     model = DistributedDataParallel(Model())
     mine = batch(size).chunk(size)[rank]

@@ -27,6 +27,7 @@ from .compiler import untraced as untraced
 from .file_store import drop_unfinished_record as drop_unfinished_record
 from .groups import begin_event as begin_event
 from .groups import end_event as end_event
+from .groups import fail_future as fail_future
 from .groups import gloo_options as gloo_options
 from .groups import set_timeout as set_timeout
 from .modules import buffers as buffers

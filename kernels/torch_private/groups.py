@@ -1,4 +1,4 @@
-"""Process groups of `torch.distributed`: options of Gloo, and events of the profiler."""
+"""Process groups of `torch.distributed`: options of Gloo, failed futures, and events of the profiler."""
 
 from __future__ import annotations
 
@@ -24,6 +24,28 @@ def gloo_options(timeout: float, hostname: str) -> Any:
 def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
     """Set a Gloo group's timeout. Public way: `group.set_timeout`, which torch 2.8 lacks."""
     (getattr(group, "set_timeout", None) or group._set_default_timeout)(timeout)
+
+
+class _Failure:
+    """What a future that has failed holds. Code in C++ pickles it, to find tensors in it, and so gets the error."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __reduce__(self) -> str:
+        raise self.error
+
+
+def fail_future(future: torch.futures.Future, error: Exception) -> None:
+    """Complete a future with an error. Public way: `set_exception`, which for C++ completes it with a value that is an
+    exception: DDP then reads tensors where there are none, and the process ends.
+    """
+
+    def raise_error(failure: _Failure) -> None:
+        raise failure.error
+
+    torch._C.Future._set_unwrap_func(future, raise_error)
+    future.set_result(_Failure(error))
 
 
 def begin_event(name: str, tensors: list[Tensor]) -> list[Any] | None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import end_event, run_as_written
+from ..kernels.torch_private import end_event, fail_future, run_as_written
 from ..kernels.waiting import turn
 
 # Works that Python dropped before they were over. C++ finds the methods below only while the Python object lives, and
@@ -155,7 +155,7 @@ class Work(dist.Work):
         if self._error is None:
             self._future.set_result(self._result)
         else:
-            self._future.set_exception(_plain(self._error))
+            fail_future(self._future, _plain(self._error))
 
 
 def close(comms: Iterable[Communicator]) -> None:

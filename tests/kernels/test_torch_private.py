@@ -403,6 +403,20 @@ def gloo_options() -> None:
     group.allreduce([torch.ones(1)]).wait()
 
 
+def fail_future() -> None:
+    class Ours(Exception):
+        pass
+
+    future: torch.futures.Future = torch.futures.Future()
+    torch_private.fail_future(future, Ours("ours"))
+    assert future.done()
+    with pytest.raises(Ours, match=r"^ours$"):
+        future.wait()
+    torch._C.Future._set_unwrap_func(future, torch._jit_internal._extract_tensors)  # of its value, as C++ does
+    with pytest.raises(Ours, match=r"^ours$"):
+        future.wait()
+
+
 def coo_parts() -> None:
     values = torch.ones(2)
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (3,), check_invariants=False)
@@ -537,6 +551,7 @@ PARTS: dict[Callable[[], None], str] = {
     compiled_call: "carrying module.compile() to the ranks",
     tree_nodes: "batches and results in classes that are registered with torch's trees",
     gloo_options: "the backend gloo",
+    fail_future: "errors of collectives under DDP",
     coo_parts: "what memory a sparse result shows",
     is_lazy_zero: "communicating and keeping tangents that are zeros without memory",
     copy_each: "buckets and flat parameters of many leaves",
