@@ -198,9 +198,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         """
         now = time.monotonic()
         needed = {self.ranks[peer] for peer in work.peers} if self._is_message(work) else set(self._mine)
-        # In later parts of a collective one may have shut the group down that has taken its part.
-        looks_closed = self._is_message(work) or self._waits_for == _HOST
-        gone = (self._gone(at, work.what, looks_closed) for at, rank in enumerate(self._mine) if rank in needed)
+        gone = (self._gone(place, work) for place, rank in enumerate(self._mine) if rank in needed)
         lost = next((each for each in gone if each is not None), None)
         if lost is None:
             return
@@ -209,11 +207,14 @@ class HierarchicalCommunicator(GlooCommunicator):
         elif now - self._lost_at > _LAST_WORDS_SECONDS:
             raise lost
 
-    def _gone(self, place: int, what: str, looks_closed: bool) -> BaseException | None:
-        """The error for a rank of this host that has died or, if that matters, shut the group down."""
-        rank = self._mine[place]
-        if looks_closed and self._host is not None and self._host._slots.closed(place):
-            return shut_down(self.ranks, self.rank, self.ranks.index(rank), what)
+    def _gone(self, place: int, work: Work) -> BaseException | None:
+        """The error for a rank of this host that has died, or has shut the group down without its part."""
+        rank, host, shared = self._mine[place], self._host, self._shared
+        if host is not None and shared is not None and host._slots.closed(place):
+            # In the later parts of a collective only the leader is needed, who shares what came from the other hosts.
+            owes = place == 0 and not shared._slots.took_part(0, shared._slots.begun[0])
+            if owes or self._waits_for == _HOST or self._is_message(work):
+                return shut_down(self.ranks, self.rank, self.ranks.index(rank), work.what)
         return self._arena.lost(self._arena.participant(rank))
 
     def on_timeout(self, work: Work, seconds: float) -> BaseException:
