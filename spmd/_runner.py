@@ -43,12 +43,14 @@ class Runner:
         self._tied = [(name, first[id(one)]) for name, one in every if first.setdefault(id(one), name) != name]
         self._modules = list(module.modules())
         self._tables = [table(m) for m in self._modules for table in (torch_private.parameters, torch_private.buffers)]
-        self._own = [table.copy() for table in self._tables]
+        self._own = [dict.fromkeys(table) for table in self._tables]  # empty between calls, which compiled ones check
         self._attributes = [vars(each).copy() for each in self._modules]
         self._changed: list[tuple[int, str]] = []  # attributes that some call has changed: the module, the name
         self._to_put_back = False
         self._changed_before = _changed_before(weakref.ref(self))
         self._code = _code_of({type(each) for each in self._modules})
+        self._names = {"params": frozenset(self._params), "buffers": frozenset(self._buffers)}
+        self.put_back()
 
     def run(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """The result, and the new buffers; `put_back` must follow."""
@@ -114,7 +116,7 @@ class Runner:
         """The buffers, after a look at the names of all."""
         lent = self._constants if buffers is None else buffers
         for argument, given, expected in (("params", params, self._params), ("buffers", lent, self._buffers)):
-            if type(given) is not dict or given.keys() != expected.keys():
+            if type(given) is not dict or given.keys() != self._names[argument]:
                 check_names(argument, given, expected)
         for value in params.values():
             if value is None:  # some modules would compute as if they had no such parameter

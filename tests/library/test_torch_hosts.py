@@ -18,7 +18,15 @@ from several_hosts import namespaces
 REASON = namespaces.unavailable()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
-PROGRAMS = ["ddp", "ddp_that_a_rank_leaves", "fsdp2", "messages", "monitored_barrier", "objects", "objects_of_strangers"]
+PROGRAMS = [
+    "ddp",
+    "ddp_that_a_rank_leaves",
+    "fsdp2",
+    "messages",
+    "monitored_barrier",
+    "objects",
+    "objects_of_strangers",
+]
 
 
 def on_two_hosts(program: str, *arguments: str, **environ: str) -> list[tuple[int, str, str]]:
