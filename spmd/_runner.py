@@ -3,8 +3,8 @@
 It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned, which
 later calls would find, and which might keep the graph of one call alive until the next.
 Where torch's compiler traces, it is `functional_call` itself, for all that a traced call touches is checked before each
-call of the graph. What was assigned is put back there for those attributes that an earlier call has changed. A first
-change stays, until a call that would read it: that one is compiled anew.
+call of the graph. What a call has assigned is put back at its end, in the graph. Where the graph breaks within a call
+that is known only later: a first change stays, until a call that would read it, which is compiled anew.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Runner:
         every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         first: dict[int, str] = {}
         self._tied = [(name, first[id(one)]) for name, one in every if first.setdefault(id(one), name) != name]
-        self._modules = list(module.modules())
-        self._tables = [table(m) for m in self._modules for table in (torch_private.parameters, torch_private.buffers)]
+        self._parts = list(module.modules())
+        self._tables = [table(m) for m in self._parts for table in (torch_private.parameters, torch_private.buffers)]
+        self._empty = [(m, key) for m in self._parts for key, b in torch_private.buffers(m).items() if b is None]
         self._own = [table.copy() for table in self._tables]
-        self._attributes = [vars(each).copy() for each in self._modules]
+        self._attributes = [vars(each).copy() for each in self._parts]
         self._changed: list[tuple[int, str]] = []  # attributes that some call has changed: the module, the name
         self._to_put_back = False
-        self._changed_before = _changed_before(weakref.ref(self))
-        self._code = _code_of({type(each) for each in self._modules})
+        self._changed_before, self._assigned = _changed_before(weakref.ref(self)), _assigned(weakref.ref(self))
+        self._code = _code_of({type(each) for each in self._parts})
 
     def run(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """The result, and the new buffers; `put_back` must follow."""
@@ -75,7 +76,7 @@ class Runner:
 
     def _put_attributes_back(self) -> None:
         self._to_put_back = False
-        for index, (module, entries) in enumerate(zip(self._modules, self._attributes, strict=True)):
+        for index, (module, entries) in enumerate(zip(self._parts, self._attributes, strict=True)):
             table = vars(module)
             if len(table) == len(entries) and all(map(operator.is_, table.values(), entries.values())):
                 continue
@@ -103,10 +104,15 @@ class Runner:
             out = torch.func.functional_call(self.module, given, args, kwargs, tie_weights=False)
             return out, {name: given[name] for name in self._buffers}
         finally:
-            for index, name in changed:
-                module, entries = self._modules[index], self._attributes[index]
+            for module, key in self._empty:
+                if torch_private.buffers(module)[key] is not None:
+                    torch_private.buffers(module)[key] = None
+            for index, name in (*changed, *self._assigned()):
+                module, entries = self._parts[index], self._attributes[index]
                 if name in entries:
                     setattr(module, name, entries[name])
+                elif hasattr(type(module), name) and not hasattr(getattr(type(module), name), "__get__"):
+                    setattr(module, name, getattr(type(module), name))
                 elif hasattr(module, name):
                     delattr(module, name)
 
@@ -136,6 +142,18 @@ def _changed_before(runner: Callable[[], Runner | None]) -> Callable[[], tuple[t
 
     torch_private.run_while_tracing(changed)
     return changed
+
+
+def _assigned(runner: Callable[[], Runner | None]) -> Callable[[], tuple[tuple[int, str], ...]]:
+    """A function without arguments, for the compiler: which attributes have been assigned in this trace."""
+
+    def assigned() -> tuple[tuple[int, str], ...]:
+        alive = runner()
+        assert alive is not None
+        return tuple(torch_private.assigned_while_tracing(alive._parts))
+
+    torch_private.run_while_tracing(assigned)
+    return assigned
 
 
 torch_private.run_as_written([Runner.put_back, Runner._put_attributes_back])

@@ -5,6 +5,7 @@ new version moves one, `tests/kernels/test_torch_private.py` says in words which
 Invariant: each entry says what it is for, and which public way was tried.
 """
 
+from .compiler import assigned_while_tracing as assigned_while_tracing
 from .compiler import being_exported as being_exported
 from .compiler import being_recorded as being_recorded
 from .compiler import break_graph as break_graph

@@ -61,6 +61,20 @@ def run_while_tracing(function: Callable) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def assigned_while_tracing(objects: Iterable[Any]) -> list[tuple[int, str]]:
+    """Which attributes of these objects the code that the compiler traces has assigned so far: each by its object's
+    place among them, and its name. None where it does not trace. Public way: none.
+    """
+    places = {id(each): place for place, each in enumerate(objects)}
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracer = None if compiler is None else getattr(compiler.tls, "current_tx", None)
+    if tracer is None:  # `torch.export` records what runs as Python, and so does a function compiled too often
+        return []
+    effects = tracer.output.side_effects
+    assigned = [(places.get(id(getattr(one, "value", None))), of) for one, of in effects.store_attr_mutations.items()]
+    return [(place, name) for place, names in assigned if place is not None for name in names]
+
+
 def being_exported() -> bool:
     """Whether `torch.export` is running.
 

@@ -339,6 +339,23 @@ def run_while_tracing() -> None:
     assert run(torch.ones(1)) == 2 and run(torch.ones(2)).tolist() == [4, 4]  # called again only while it traces
 
 
+def assigned_while_tracing() -> None:
+    one, other = torch.nn.Module(), torch.nn.Module()
+
+    def found():
+        return tuple(torch_private.assigned_while_tracing([other, one]))
+
+    torch_private.run_while_tracing(found)
+
+    def assign(x):
+        one.a, other.c = 1, x
+        names = found()
+        return names, x + one.a
+
+    assert torch.compile(assign, backend="eager")(torch.ones(1))[0] == ((1, "a"), (0, "c"))
+    assert found() == ()
+
+
 def inline_with_own_globals() -> None:
     torch_private.inline_with_own_globals()
     names = {"__name__": __name__, "__builtins__": builtins, "OWN": 3}
@@ -545,6 +562,7 @@ PARTS: dict[Callable[[], None], str] = {
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
     run_while_tracing: "putting back what forward assigns in compiled code",
+    assigned_while_tracing: "putting back what forward assigns where one graph calls apply twice",
     inline_with_own_globals: "compiling functions that have come by value, whose globals are not their module's",
     break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",
