@@ -3,8 +3,7 @@
 It is `torch.func.functional_call` with every name looked up only once. It also undoes what `forward` assigned, which
 later calls would find, and which might keep the graph of one call alive until the next.
 Where torch's compiler traces, it is `functional_call` itself, for all that a traced call touches is checked before each
-call of the graph. What was assigned is put back there for those attributes that an earlier call has changed. A first
-change stays, until a call that would read it: that one is compiled anew.
+call of the graph; and the compiler forgets there what `forward` has assigned, instead of doing it after the graph.
 """
 
 from __future__ import annotations
@@ -41,21 +40,20 @@ class Runner:
         every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         first: dict[int, str] = {}
         self._tied = [(name, first[id(one)]) for name, one in every if first.setdefault(id(one), name) != name]
-        self._modules = list(module.modules())
-        self._tables = [table(m) for m in self._modules for table in (torch_private.parameters, torch_private.buffers)]
+        self._parts = list(module.modules())
+        self._tables = [table(m) for m in self._parts for table in (torch_private.parameters, torch_private.buffers)]
         self._own = [dict.fromkeys(table) for table in self._tables]  # empty between calls, which compiled ones check
-        self._attributes = [vars(each).copy() for each in self._modules]
-        self._changed: list[tuple[int, str]] = []  # attributes that some call has changed: the module, the name
-        self._to_put_back = False
-        self._changed_before = _changed_before(weakref.ref(self))
-        self._code = _code_of({type(each) for each in self._modules})
+        assigned = [table for each in self._parts for table in (vars(each), torch_private.children(each))]
+        self._assigned = [(table, table.copy()) for table in assigned]
+        self._children = [(each, tuple(torch_private.children(each))) for each in self._parts]
+        self._unset = [(m, key) for m in self._parts for key, b in torch_private.buffers(m).items() if b is None]
+        self._forget_assigned = _forgets_assigned(weakref.ref(self))
+        self._code = _code_of({type(each) for each in self._parts})
         self._names = {"params": frozenset(self._params), "buffers": frozenset(self._buffers)}
         self.put_back()
 
     def run(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """The result, and the new buffers; `put_back` must follow."""
-        if self._to_put_back:
-            self._put_attributes_back()
         lent = self._lent(params, buffers)
         for name, slots in self._params.items():
             for table, key in slots:
@@ -76,41 +74,32 @@ class Runner:
         self._put_attributes_back()
 
     def _put_attributes_back(self) -> None:
-        self._to_put_back = False
-        for index, (module, entries) in enumerate(zip(self._modules, self._attributes, strict=True)):
-            table = vars(module)
-            if len(table) == len(entries) and all(map(operator.is_, table.values(), entries.values())):
-                continue
-            names = [n for n in table | entries if table.get(n, _NOTHING) is not entries.get(n, _NOTHING)]
-            table.clear()
-            table.update(entries)
-            for name in names:
-                if name not in entries and hasattr(module, name):
-                    # One of its class, which no graph can uncover again: from now on the copy has it as its own.
-                    entries[name] = table[name] = getattr(module, name)
-            self._changed = list(dict.fromkeys((*self._changed, *((index, name) for name in names))))
+        for table, entries in self._assigned:
+            if len(table) != len(entries) or not all(map(operator.is_, table.values(), entries.values())):
+                table.clear()
+                table.update(entries)
 
     def traced(self, params: _Tensors, buffers: _Tensors | None, args: tuple, kwargs: dict) -> _Result:
         """`run` and `put_back` where torch's compiler traces."""
         # A look at each has it checked before each call: a class that has come by value may get other methods.
         for function in self._code:
             function is None  # noqa: B015
-        changed = self._changed_before()
         lent = self._lent(params, buffers)
         given = {**params, **{name: lent[name].clone() for name in self._buffers}}
         for name, first in self._tied:
             given[name] = given[first]
-        self._to_put_back = True
         try:
             out = torch.func.functional_call(self.module, given, args, kwargs, tie_weights=False)
             return out, {name: given[name] for name in self._buffers}
         finally:
-            for index, name in changed:
-                module, entries = self._modules[index], self._attributes[index]
-                if name in entries:
-                    setattr(module, name, entries[name])
-                elif hasattr(module, name):
-                    delattr(module, name)
+            for module, key in self._unset:
+                if torch_private.buffers(module)[key] is not None:
+                    torch_private.buffers(module)[key] = None
+            for module, names in self._children:
+                if len(children := torch_private.children(module)) != len(names):
+                    for name in [each for each in children if each not in names]:
+                        del children[name]
+            self._forget_assigned()
 
     def _lent(self, params: _Tensors, buffers: _Tensors | None) -> _Tensors:
         """The buffers, after a look at the names of all."""
@@ -124,20 +113,17 @@ class Runner:
         return lent
 
 
-_NOTHING = object()
+def _forgets_assigned(runner: Callable[[], Runner | None]) -> Callable[[], None]:
+    """A function without arguments, for the compiler: forgets what a call has assigned so far."""
 
-
-def _changed_before(runner: Callable[[], Runner | None]) -> Callable[[], tuple[tuple[int, str], ...]]:
-    """A function without arguments, for the compiler: what calls of a runner have changed, all of which is put back."""
-
-    def changed() -> tuple[tuple[int, str], ...]:
+    def forget() -> None:
         alive = runner()
         assert alive is not None
-        alive._put_attributes_back()
-        return tuple(alive._changed)
+        if not torch_private.forget_assigned(alive._parts):
+            alive._put_attributes_back()
 
-    torch_private.run_while_tracing(changed)
-    return changed
+    torch_private.run_while_tracing(forget)
+    return forget
 
 
 torch_private.run_as_written([Runner.put_back, Runner._put_attributes_back])

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.errors import SpecError
+from ..kernels.torch_private import in_forward_mode
+from ..mesh import trees
 from ..mesh.array import Array, refuse_gradients
 from ..mesh.region import Region
 from ._arguments import Argument
@@ -74,7 +77,9 @@ class Call:
     def evaluate(self, args: list[Any], kwargs: dict[str, Any], *, grad: bool = True) -> Output:
         """Call the function with `args` and `kwargs`, which stand for its own arguments."""
         with torch.set_grad_enabled(grad):
-            return self._output(self.function(*args, **kwargs))
+            out = self.function(*args, **kwargs)
+            refuse_tangents(self.name, out)
+            return self._output(out)
 
     def _output(self, out: Any) -> Output:
         value, aux = out, ()
@@ -121,6 +126,17 @@ class Call:
 def inverse(count: Tensor) -> float:
     """What a total is multiplied by to give a mean; infinite for a count of 0, so that the mean of nothing is NaN."""
     return 1.0 / float(count) if count else math.inf
+
+
+def refuse_tangents(name: str, tree: Any) -> None:
+    """Refuse arguments and results with tangents. To be in forward mode is no mistake: it is one for all threads."""
+    leaves = trees.leaves(tree) if in_forward_mode() else ()
+    if any(isinstance(leaf, Tensor) and unpack_dual(leaf).tangent is not None for leaf in leaves):
+        raise SpecError(
+            f"spmd's grad of {name}, inside torch.autograd.forward_ad.dual_level, met a tensor with a tangent, which "
+            "it would drop",
+            remedy="use torch.func.grad there, and psum or pmean what comes out",
+        )
 
 
 Solution = tuple[Tensor, list[Any], Any]  # the mean value, a gradient for each argument, aux

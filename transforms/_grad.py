@@ -18,7 +18,7 @@ import torch
 from ..kernels.arguments import check_function, checked_flag, whole
 from ..kernels.callsite import public
 from ..kernels.errors import SpecError
-from ..kernels.torch_private import compiled_from, in_forward_mode, in_torch_func, untraced
+from ..kernels.torch_private import compiled_from, in_torch_func, untraced
 from ..mesh import trees
 from ..mesh.region import Region, current, note_differentiated
 from ..mesh.replication.net import active
@@ -26,7 +26,7 @@ from ..mesh.spec import is_sharded
 from ..mesh.strides import is_frozen
 from ._arguments import Argument, is_inexact, prepare
 from ._backward import Plain
-from ._call import Call, Strategy
+from ._call import Call, Strategy, refuse_tangents
 from ._empty_shards import EmptyShards
 from ._named_axes import check_axis
 from ._plan import Plan, plan_of
@@ -126,6 +126,7 @@ class Transformable(abc.ABC):
 def _differentiate(f: Callable, argnums: Any, has_aux: bool, axes: Any, args: tuple, kwargs: dict) -> tuple:
     name, region = getattr(f, "__name__", "the function"), current()
     _check_surroundings(name, region)
+    refuse_tangents(name, (args, kwargs))
     chosen = _positions(argnums, len(args), name)
     plan = plan_of(region)
     over = () if region is None else region.session.layout.names if axes is None else _axes(axes)
@@ -157,10 +158,9 @@ def _check_surroundings(name: str, region: Region | None) -> None:
     """Refuse a gradient where torch would not see it, or could not take it."""
     if region is not None and not in_torch_func():
         refuse_recording(f"spmd's grad of {name}")  # `torch.func.linearize` records in forward mode
-    if in_torch_func() or in_forward_mode():
-        where = "a transform of torch.func" if in_torch_func() else "torch.autograd.forward_ad.dual_level"
+    if in_torch_func():
         raise SpecError(
-            f"spmd's grad of {name} was called inside {where}, which it cannot see through",
+            f"spmd's grad of {name} was called inside a transform of torch.func, which it cannot see through",
             remedy="use torch.func.grad there, and psum or pmean what comes out",
         )
     if torch.is_inference_mode_enabled():

@@ -14,6 +14,7 @@ from .compiler import compiled_from as compiled_from
 from .compiler import compiled_parts as compiled_parts
 from .compiler import draw_as_eager as draw_as_eager
 from .compiler import eagerly as eagerly
+from .compiler import forget_assigned as forget_assigned
 from .compiler import graphs_compiled as graphs_compiled
 from .compiler import has_compiler as has_compiler
 from .compiler import has_inductor as has_inductor

@@ -61,6 +61,21 @@ def run_while_tracing(function: Callable) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def forget_assigned(objects: Iterable[Any]) -> bool:
+    """Have the compiler forget what the code that it traces has assigned to attributes of these objects so far.
+
+    Returns whether it traces: `torch.export` records what runs as Python, which has assigned it. Public way: none.
+    """
+    converter = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracer = None if converter is None else getattr(converter.tls, "current_tx", None)
+    if tracer is None:
+        return False
+    own, assigned = set(map(id, objects)), tracer.output.side_effects.store_attr_mutations
+    for variable in [each for each in assigned if id(getattr(each, "value", None)) in own]:
+        del assigned[variable]
+    return True
+
+
 def being_exported() -> bool:
     """Whether `torch.export` is running.
 

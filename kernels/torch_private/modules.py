@@ -26,9 +26,11 @@ def buffers(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """The children of a module. Public way: `module.children()`, which takes three times as long, before every call."""
-    return module._modules.values()
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own dict of children. Public way: `module.named_children()`, which takes three times as long, before
+    every call, and is not to be written to.
+    """
+    return module._modules
 
 
 _HOOKS = operator.attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -86,7 +86,14 @@ class _OfValues(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if (name := name_in_script(obj)) is not None:
             return class_of_script, (name,)
-        if type(obj) in _TENSORS and obj.is_cpu and obj.layout is torch.strided and not obj.is_quantized:
+        has_own = type(obj) is torch.nn.Parameter and bool(_own(obj))
+        if (
+            type(obj) in _TENSORS
+            and not has_own
+            and obj.is_cpu
+            and obj.layout is torch.strided
+            and not obj.is_quantized
+        ):
             data = contiguous(obj).reshape(-1).view(torch.uint8).numpy()
             trainable = obj.requires_grad and obj.is_leaf
             return _of_bytes, (data.tobytes(), obj.dtype, tuple(obj.shape), trainable, type(obj) is torch.nn.Parameter)
@@ -111,8 +118,7 @@ def _of_bytes(
 def _reduced(obj: Any) -> Any:
     """What `__reduce__` should return for an object; None for most, which cloudpickle pickles well."""
     if type(obj) is torch.nn.Parameter and obj.__dict__:
-        own = {name: value for name, value in obj.__dict__.items() if not name.startswith("_spmd_")}
-        return torch.nn.Parameter, (obj.data, obj.requires_grad), (own, None), None, None, _set_attributes
+        return torch.nn.Parameter, (obj.data, obj.requires_grad), (_own(obj), None), None, None, _set_attributes
     if type(obj) in _TENSORS and obj.is_cuda and obj.layout is torch.strided:
         trainable = obj.requires_grad and obj.is_leaf
         return _placed, (obj.detach().cpu(), trainable, type(obj) is torch.nn.Parameter)
@@ -120,6 +126,11 @@ def _reduced(obj: Any) -> Any:
         return torch.Tensor.detach, (result,)
     found = operators.reduced(obj) or functions.reduced(obj)
     return found or torch_private.reduce_compiled(obj) or _mapped_file(obj) or _in_slots(obj)
+
+
+def _own(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """The attributes that a program has set of it."""
+    return {name: value for name, value in parameter.__dict__.items() if not name.startswith("_spmd_")}
 
 
 def _in_slots(obj: Any) -> tuple[Any, ...] | None:

@@ -85,7 +85,7 @@ def state_of(module: Any) -> list[Any]:
     modules, seen = [module], {id(module)}
     tensors: list[Any] = []
     for one in modules:
-        for child in torch_private.children(one):
+        for child in torch_private.children(one).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 modules.append(child)

@@ -282,7 +282,7 @@ def tables() -> None:
     torch_private.parameters(layer)["weight"] = torch.tensor([2.0, 3.0])
     torch_private.buffers(layer)["running_mean"] = torch.tensor([1.0, 1.0])
     assert layer.weight.tolist() == [2, 3] and layer.running_mean.tolist() == [1, 1]
-    assert list(torch_private.children(nn.Sequential(layer, layer))) == [layer, layer]
+    assert torch_private.children(nn.Sequential(layer, layer)) == {"0": layer, "1": layer}
     assert not any(torch_private.hooks(layer))
     ways = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
     for number, way in enumerate(ways, 1):
@@ -337,6 +337,26 @@ def run_while_tracing() -> None:
     assert run(torch.ones(1)) == 2
     given.append(2)
     assert run(torch.ones(1)) == 2 and run(torch.ones(2)).tolist() == [4, 4]  # called again only while it traces
+
+
+def forget_assigned() -> None:
+    one, other, known = torch.nn.Module(), torch.nn.Module(), []
+
+    def forget():
+        known.append(torch_private.forget_assigned([one]))
+
+    torch_private.run_while_tracing(forget)
+
+    def assign(x):
+        one.a, other.c = x * 2, x
+        result = x + one.a
+        forget()
+        return result, hasattr(one, "a")
+
+    result, has_one = torch.compile(assign, backend="eager", fullgraph=True)(torch.ones(1))
+    assert result == 3 and not has_one and not hasattr(one, "a") and hasattr(other, "c")
+    forget()
+    assert known == [True, False]
 
 
 def inline_with_own_globals() -> None:
@@ -544,7 +564,8 @@ PARTS: dict[Callable[[], None], str] = {
     tables: "functional, and looking for changes of captured modules",
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
-    run_while_tracing: "putting back what forward assigns in compiled code",
+    run_while_tracing: "leaving no trace of what forward assigns in compiled code",
+    forget_assigned: "leaving no trace of what forward assigns in compiled code",
     inline_with_own_globals: "compiling functions that have come by value, whose globals are not their module's",
     break_graph: "saying which collectives can't be part of a graph",
     clipping_functions: "refusing to clip gradients that are none in a step",

@@ -369,6 +369,10 @@ class Assigning(torch.nn.Module):
         if breaks:
             torch._dynamo.graph_break()
         self.calls += 1
+        if not hasattr(self, "added"):
+            self.added = torch.nn.Identity()
+        else:
+            x = x * 2
         out = self.layer(x) * self.calls + getattr(self.layer, "note", 0) + self.mean + self.of_class
         if self.cache is not None:
             out = out + self.cache
@@ -393,6 +397,35 @@ def test_what_forward_assigns_is_gone_after_a_compiled_call(calls, breaks):
         out, new = (apply if kind in "eE" else run)(params, buffers, torch.ones(1, 3), keeps, breaks)
         torch.testing.assert_close(out[0], expected - int(keeps))
         assert new["mean"].tolist() == [1] and buffers["mean"].tolist() == [0]
+
+
+class Keeping(torch.nn.Module):
+    """Its `forward` reads what it assigns: attributes, one of them its class's, and a buffer that was None."""
+
+    of_class = 0
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = torch.nn.Parameter(torch.ones(2)), 0
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        self.calls, self.of_class = self.calls + 1, self.of_class + 1
+        if self.first is None:
+            self.first = x * 10
+        seen = hasattr(self, "note")
+        self.note = x
+        return self.weight * x + self.first + self.calls + self.of_class + seen
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_calls_in_one_graph_do_not_see_what_forward_assigned_in_others(backend):
+    torch.compiler.reset()
+    apply, params = functional(Keeping())
+    run = torch.compile(lambda p, x: (apply(p, x), apply(p, x * 2), apply(p, x * 3)), backend=backend, fullgraph=True)
+    for _ in range(3):
+        results = run(params, torch.ones(2))
+        assert [one.tolist() for one in results] == [[13, 13], [24, 24], [35, 35]]
 
 
 class Net(torch.nn.Module):

@@ -390,6 +390,9 @@ def test_nothing_that_forward_assigns_outlives_the_call():
         def forward(self, x):
             self.calls += 1
             self.hidden = self.layer(x)
+            if hasattr(self, "added"):
+                self.hidden = self.added(self.hidden)
+            self.added = nn.Tanh()
             return self.hidden * self.calls
 
     apply, params = functional(Caching())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from patience import HANGS
 
 from spmd.mesh import wire
+from spmd.mesh.pickling import objects
 from spmd.mesh.pickling.functions import travels_by_name
 from spmd.mesh.readers.stacked import Stacked
 
@@ -121,6 +122,9 @@ def test_attributes_of_parameters():
     assert back.weight is weight and type(weight) is torch.nn.Parameter and not weight.requires_grad
     assert vars(weight) == {"no_decay": True, "of": back} and not vars(back.bias)
     assert torch.equal(weight, linear.weight)
+    before = objects.dumps(linear.bias)
+    linear.bias.no_decay = True
+    assert objects.dumps(linear.bias) != before  # so that what refers to it is sent again
 
 
 def test_what_is_no_plain_tensor_is_pickled_as_torch_does():

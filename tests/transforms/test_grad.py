@@ -1267,6 +1267,17 @@ def test_a_gradient_in_forward_mode_is_refused(shared_mesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_a_gradient_beside_tangents_of_others() -> None:
+    """Forward mode is one for all threads. What a loss captures may have a tangent, too."""
+    w = torch.ones(2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, w)
+        assert grad(lambda w: (w * w).sum())(w).tolist() == [2, 2]
+        with pytest.raises(SpecError, match=r"met a tensor with a tangent"):
+            grad(lambda w: (w * dual).sum())(w)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_tangents_do_not_leave_the_program(shared_mesh) -> None:
     """Tensors went to the ranks without them, and what came back had none."""
     mesh, x = shared_mesh({"data": 2}), torch.ones(3)
