@@ -95,11 +95,11 @@ class Runner:
             for module, key in self._unset:
                 if torch_private.buffers(module)[key] is not None:
                     torch_private.buffers(module)[key] = None
-            for module, names in self._children:
-                if len(children := torch_private.children(module)) != len(names):
+            if self._forget_assigned():
+                for module, names in self._children:
+                    children = torch_private.children(module)
                     for name in [each for each in children if each not in names]:
                         del children[name]
-            self._forget_assigned()
 
     def _lent(self, params: _Tensors, buffers: _Tensors | None) -> _Tensors:
         """The buffers, after a look at the names of all."""
@@ -113,14 +113,18 @@ class Runner:
         return lent
 
 
-def _forgets_assigned(runner: Callable[[], Runner | None]) -> Callable[[], None]:
-    """A function without arguments, for the compiler: forgets what a call has assigned so far."""
+def _forgets_assigned(runner: Callable[[], Runner | None]) -> Callable[[], bool]:
+    """A function without arguments, for the compiler: forgets what a call has assigned so far, but for children of its
+    modules; returns whether there are some to remove.
+    """
 
-    def forget() -> None:
+    def forget() -> bool:
         alive = runner()
         assert alive is not None
-        if not torch_private.forget_assigned(alive._parts):
-            alive._put_attributes_back()
+        if torch_private.forget_assigned(alive._parts):
+            return torch_private.changes_children(alive._parts)
+        alive._put_attributes_back()
+        return False
 
     torch_private.run_while_tracing(forget)
     return forget

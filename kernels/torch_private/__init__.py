@@ -8,6 +8,7 @@ Invariant: each entry says what it is for, and which public way was tried.
 from .compiler import being_exported as being_exported
 from .compiler import being_recorded as being_recorded
 from .compiler import break_graph as break_graph
+from .compiler import changes_children as changes_children
 from .compiler import compile_parts as compile_parts
 from .compiler import compiled_call as compiled_call
 from .compiler import compiled_from as compiled_from

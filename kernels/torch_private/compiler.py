@@ -76,6 +76,13 @@ def forget_assigned(objects: Iterable[Any]) -> bool:
     return True
 
 
+def changes_children(modules: Iterable[nn.Module]) -> bool:
+    """Whether the code that the compiler traces has added or removed children of these modules. Public way: none."""
+    tables = sys.modules["torch._dynamo.symbolic_convert"].tls.current_tx.output.side_effects.id_to_variable
+    known = (tables.get(id(module._modules)) for module in modules)
+    return any(one is not None and getattr(one.mutation_type, "is_modified", False) for one in known)
+
+
 def being_exported() -> bool:
     """Whether `torch.export` is running.
 

@@ -359,6 +359,24 @@ def forget_assigned() -> None:
     assert known == [True, False]
 
 
+def changes_children() -> None:
+    found, one, other = [], torch.nn.Sequential(), torch.nn.Sequential(torch.nn.Identity())
+
+    def look():
+        found.append([torch_private.changes_children([module]) for module in (one, other)])
+
+    torch_private.run_while_tracing(look)
+
+    def add(x):
+        x = other(x)
+        one.added = torch.nn.Identity()
+        look()
+        return one(x)
+
+    torch.compile(add, backend="eager", fullgraph=True)(torch.ones(1))
+    assert found == [[True, False]]
+
+
 def inline_with_own_globals() -> None:
     torch_private.inline_with_own_globals()
     names = {"__name__": __name__, "__builtins__": builtins, "OWN": 3}
@@ -565,6 +583,7 @@ PARTS: dict[Callable[[], None], str] = {
     inject_parametrizations: "shipping modules with parametrizations",
     being_recorded: "refusing collectives whose results would become constants of a graph",
     run_while_tracing: "leaving no trace of what forward assigns in compiled code",
+    changes_children: "leaving no trace of what forward assigns in compiled code",
     forget_assigned: "leaving no trace of what forward assigns in compiled code",
     inline_with_own_globals: "compiling functions that have come by value, whose globals are not their module's",
     break_graph: "saying which collectives can't be part of a graph",
