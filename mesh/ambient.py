@@ -105,9 +105,14 @@ def made_within_torch_func(where: str) -> SpecError:
     )
 
 
+def has_tangent(leaf: Any) -> bool:
+    """Whether it is a tensor with a tangent of `torch.autograd.forward_ad`; to be asked in forward mode only."""
+    return isinstance(leaf, torch.Tensor) and unpack_dual(leaf).tangent is not None
+
+
 def refuse_tangents(what: str, leaves: Iterable[Any]) -> None:
     """Refuse tensors with a tangent, where only their values would be sent; call it in forward mode only."""
-    if any(isinstance(leaf, torch.Tensor) and unpack_dual(leaf).tangent is not None for leaf in leaves):
+    if any(map(has_tangent, leaves)):
         raise SpecError(
             f"{what} was given a tensor with a tangent (torch.autograd.forward_ad), which it would drop",
             remedy="make it dual in the @spmd function, and return the tangent of what comes out",

@@ -41,10 +41,12 @@ class Runner:
         first: dict[int, str] = {}
         self._tied = [(name, first[id(one)]) for name, one in every if first.setdefault(id(one), name) != name]
         self._parts = list(module.modules())
-        self._tables = [table(m) for m in self._parts for table in (torch_private.parameters, torch_private.buffers)]
-        self._own = [dict.fromkeys(table) for table in self._tables]  # empty between calls, which compiled ones check
-        assigned = [table for each in self._parts for table in (vars(each), torch_private.children(each))]
-        self._assigned = [(table, table.copy()) for table in assigned]
+        # Each table, and its entries between two calls: no tensors, since compiled calls check what is there.
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for part in self._parts:
+            lent = (torch_private.parameters(part), torch_private.buffers(part))
+            self._tables += [(table, dict.fromkeys(table)) for table in lent]
+            self._tables += [(table, table.copy()) for table in (vars(part), torch_private.children(part))]
         self._children = [(each, tuple(torch_private.children(each))) for each in self._parts]
         self._unset = [(m, key) for m in self._parts for key, b in torch_private.buffers(m).items() if b is None]
         self._forget_assigned = _forgets_assigned(weakref.ref(self))
@@ -67,14 +69,7 @@ class Runner:
 
     def put_back(self) -> None:
         """End the call, as if there had been none."""
-        for table, entries in zip(self._tables, self._own, strict=True):
-            if len(table) != len(entries):
-                table.clear()
-            table.update(entries)
-        self._put_attributes_back()
-
-    def _put_attributes_back(self) -> None:
-        for table, entries in self._assigned:
+        for table, entries in self._tables:
             if len(table) != len(entries) or not all(map(operator.is_, table.values(), entries.values())):
                 table.clear()
                 table.update(entries)
@@ -123,14 +118,14 @@ def _forgets_assigned(runner: Callable[[], Runner | None]) -> Callable[[], bool]
         assert alive is not None
         if torch_private.forget_assigned(alive._parts):
             return torch_private.changes_children(alive._parts)
-        alive._put_attributes_back()
+        alive.put_back()
         return False
 
     torch_private.run_while_tracing(forget)
     return forget
 
 
-torch_private.run_as_written([Runner.put_back, Runner._put_attributes_back])
+torch_private.run_as_written([Runner.put_back])
 
 
 def _code_of(classes: set[type]) -> list[types.FunctionType]:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.errors import SpecError
 from ..kernels.torch_private import in_forward_mode
 from ..mesh import trees
+from ..mesh.ambient import has_tangent
 from ..mesh.array import Array, refuse_gradients
 from ..mesh.region import Region
 from ._arguments import Argument
@@ -130,8 +130,7 @@ def inverse(count: Tensor) -> float:
 
 def refuse_tangents(name: str, tree: Any) -> None:
     """Refuse arguments and results with tangents. To be in forward mode is no mistake: it is one for all threads."""
-    leaves = trees.leaves(tree) if in_forward_mode() else ()
-    if any(isinstance(leaf, Tensor) and unpack_dual(leaf).tangent is not None for leaf in leaves):
+    if in_forward_mode() and any(map(has_tangent, trees.leaves(tree))):
         raise SpecError(
             f"spmd's grad of {name}, inside torch.autograd.forward_ad.dual_level, met a tensor with a tangent, which "
             "it would drop",

@@ -66,11 +66,10 @@ def forget_assigned(objects: Iterable[Any]) -> bool:
 
     Returns whether it traces: `torch.export` records what runs as Python, which has assigned it. Public way: none.
     """
-    converter = sys.modules.get("torch._dynamo.symbolic_convert")
-    tracer = None if converter is None else getattr(converter.tls, "current_tx", None)
-    if tracer is None:
+    effects = _effects()
+    if effects is None:
         return False
-    own, assigned = set(map(id, objects)), tracer.output.side_effects.store_attr_mutations
+    own, assigned = set(map(id, objects)), effects.store_attr_mutations
     for variable in [each for each in assigned if id(getattr(each, "value", None)) in own]:
         del assigned[variable]
     return True
@@ -78,9 +77,15 @@ def forget_assigned(objects: Iterable[Any]) -> bool:
 
 def changes_children(modules: Iterable[nn.Module]) -> bool:
     """Whether the code that the compiler traces has added or removed children of these modules. Public way: none."""
-    tables = sys.modules["torch._dynamo.symbolic_convert"].tls.current_tx.output.side_effects.id_to_variable
-    known = (tables.get(id(module._modules)) for module in modules)
+    known = (_effects().id_to_variable.get(id(module._modules)) for module in modules)
     return any(one is not None and getattr(one.mutation_type, "is_modified", False) for one in known)
+
+
+def _effects() -> Any:
+    """What the code that the compiler traces on this thread does beside its graph; None if it traces none."""
+    converter: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    tracer = None if converter is None else getattr(converter.tls, "current_tx", None)
+    return None if tracer is None else tracer.output.side_effects
 
 
 def being_exported() -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from ...kernels.errors import SpecError
 from ...kernels.torch_private import in_forward_mode, in_torch_func
+from ..ambient import has_tangent
 from ..purity.writes import tensors_in
 from ..region import current
 from ..spec import Layout
@@ -80,11 +80,11 @@ def _refuse_gradients(name: str, tensors: list[torch.Tensor]) -> None:
         return
     backward, forward = (region.in_gradient or in_torch_func()) and torch.is_grad_enabled(), in_forward_mode()
     for tensor in tensors if backward or forward else ():
-        has_tangent = forward and unpack_dual(tensor).tangent is not None
-        if has_tangent or (backward and tensor.requires_grad):
+        is_dual = forward and has_tangent(tensor)
+        if is_dual or (backward and tensor.requires_grad):
             raise SpecError(
                 f"{name} of a communicator, in a function that is differentiated, was given a tensor that "
-                f"{'has a tangent' if has_tangent else 'requires gradients'}, which do not go through messages",
+                f"{'has a tangent' if is_dual else 'requires gradients'}, which do not go through messages",
                 got=f"shape {tuple(tensor.shape)}",
                 where=region.session.where(),
                 remedy="call psum, all_gather, ppermute or another collective over an axis of the mesh (one axis "
