@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import importlib
 import os
@@ -17,8 +18,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from ...kernels.processes import end_with_parent
 from ..driver import spawn
@@ -41,7 +42,9 @@ def main(control_fd: int, driver_pid: int) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    _Zygote(control_fd, driver).serve()
+    work: Callable[[], Any] = _Zygote(control_fd, driver).serve
+    while True:  # each process that is forked does its work here, so that the stack of none is on another's
+        work = work()
 
 
 class _Zygote:
@@ -66,8 +69,12 @@ class _Zygote:
         for fd in (control_fd, self._wakes[0], driver):
             self._waiting.register(fd, select.POLLIN)
 
-    def serve(self) -> NoReturn:
-        """Answer requests until the driver has closed its socket, or has ended."""
+    def serve(self) -> Callable[[], Any]:
+        """Answer requests until the driver has closed its socket, or has ended.
+
+        Returns:
+            In a new child, its work; the process that was called ends.
+        """
         with contextlib.suppress(ConnectionError):  # it has closed it already, or is gone, which is noticed below
             self._control.sendall(b"R")
         while self._control.fileno() >= 0:
@@ -79,19 +86,24 @@ class _Zygote:
                     os.read(self._wakes[0], 4096)
                 _reap(self._children)
             for asked_on, group in [self._sockets[fd] for fd in readable if fd in self._sockets]:
-                self._answer(asked_on, group)
+                if (work := self._answer(asked_on, group)) is not None:
+                    return work
         for pid in self._children:
             _end_group(pid)
         os._exit(0)
 
-    def _answer(self, asked_on: socket.socket, group: int) -> None:
-        """Fork the process that is asked for on a socket, or close the socket if its other end is closed."""
+    def _answer(self, asked_on: socket.socket, group: int) -> Callable[[], Any] | None:
+        """Fork the process that is asked for on a socket, or close the socket if its other end is closed.
+
+        Returns:
+            In the new child, its work.
+        """
         request, fds = receive(asked_on)
         if request is None:
             self._waiting.unregister(asked_on)
             del self._sockets[asked_on.fileno()]
             asked_on.close()
-            return
+            return None
         # A rank asks for its readers over a socket of its own.
         pair: tuple[socket.socket, ...] = ()
         here = os.getpid()
@@ -104,14 +116,14 @@ class _Zygote:
         except OSError as error:
             _close(pair, fds)
             send(asked_on, Refused(error.errno or 0), [])
-            return
+            return None
         if pid == 0:
             self._leave(group)
             _close(pair[:1], ())
             if isinstance(request, StandBy):
-                _Zygote(fds[0], self._driver).serve()
+                return _Zygote(fds[0], self._driver).serve
             os.close(self._driver)
-            _run(request, fds, here, *pair[1:])
+            return functools.partial(_run, request, fds, here, *pair[1:])
         with contextlib.suppress(OSError):
             os.setpgid(pid, group)  # parent and child both try: one is first
         self._children[pid] = asked_on
@@ -124,9 +136,10 @@ class _Zygote:
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
             send(asked_on, Refused(error.errno or 0), [])
-            return
+            return None
         send(asked_on, Forked(pid), [pidfd])
         os.close(pidfd)
+        return None
 
     def _leave(self, group: int) -> None:
         """In a new child: join a process group, and give up what is the zygote's."""

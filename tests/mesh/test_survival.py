@@ -134,6 +134,7 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
         return psum(w, "data")
 
     assert slow(w).full().tolist() == [0, 2, 4]
+    depth = mesh.stacks().count("zygote.py")
     for _ in range(2):
         standing_by = zygote_that_stands_by(mesh)
         doubled = slow(w)
@@ -142,6 +143,7 @@ def test_the_process_that_ranks_are_forked_from_dies_in_a_call(make_mesh):
         # Which has torch, so that nobody has waited for it.
         assert until(lambda: zygote_of(mesh) == standing_by)  # noqa: B023 (it is called in this turn of the loop)
         assert [value.full().tolist() for value in kept] == [[0, 1, 2, 3]] * 2
+    assert mesh.stacks().count("zygote.py") == depth > 0  # else Python's limit would be reached some day
     for each in (zygote_that_stands_by(mesh), zygote_of(mesh)):  # both: a new one is begun
         os.kill(each, signal.SIGKILL)
     assert slow(w).full().tolist() == [0, 2, 4]
