@@ -190,17 +190,17 @@ def _end_group(pid: int) -> None:
     """Kill a rank, its readers, and processes that they have started and left behind.
 
     Not a resource tracker of Python's multiprocessing: when the others have ended it removes what they have left in
-    /dev/shm, and ends.
+    /dev/shm, and ends. It must not even be stopped meanwhile: a group of which a process is stopped when its parent
+    ends gets SIGHUP from the kernel.
     """
+    killed = set[int]()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGSTOP)  # so that nobody forks meanwhile; mostly nobody is left, and this raises
-        members = {member: _is_tracker(member) for member in _members(pid)}
-        if not any(members.values()):
-            os.killpg(pid, signal.SIGKILL)
-            return
-        for member, is_tracker in members.items():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member, signal.SIGCONT if is_tracker else signal.SIGKILL)
+        os.killpg(pid, 0)  # mostly nobody is left, and this raises
+        while others := [one for one in _members(pid) if one not in killed and not _is_tracker(one)]:
+            for one in others:  # until none has forked another before it was killed
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one, signal.SIGKILL)
+            killed.update(others)
 
 
 def _members(group: int) -> Iterable[int]:

@@ -116,13 +116,26 @@ time.sleep(1000)
     assert end_within(30.0, pids), "programs that ranks have started outlive their driver"
 
 
-@pytest.mark.parametrize("end", ["mesh.close()", "os.kill(mesh.run(os.getpid)[0], 9)", "os.kill(os.getpid(), 9)"])
-def test_what_ranks_leave_in_dev_shm_is_removed(server: ForkServer, end: str) -> None:
+KILLS_SLOWLY = """
+from spmd.mesh.driver import spawn
+slowly = "import gc, os, time; kill = os.kill; os.kill = lambda *told: (kill(*told), time.sleep(0.3)); "
+spawn._zygote, spawn._BOOT = None, spawn._BOOT.replace("import gc; ", slowly)
+"""
+
+
+DIES = "os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("", "mesh.close()"), ("", "os.kill(mesh.run(os.getpid)[0], 9)"), ("", DIES), (KILLS_SLOWLY, DIES)],
+)
+def test_what_ranks_leave_in_dev_shm_is_removed(server: ForkServer, begin: str, end: str) -> None:
     """As in one process, where Python's own resource tracker does it, and outlives those that it serves."""
     code = f"""
 import os, sys
 from spmd import Mesh
-
+{begin}
 def make():
     from multiprocessing import get_context, shared_memory
     sys.kept = shared_memory.SharedMemory(create=True, size=8), get_context("spawn").Lock()
