@@ -23,6 +23,7 @@ from .array import Array
 from .batch import Deal
 from .driver.calls import DriverCall
 from .driver.functions import Shipped
+from .driver.pending import Resized, made_for_its_size
 from .launch.calls import LaunchedCall
 from .mesh import Mesh
 from .program import InputPlan, Program
@@ -31,7 +32,7 @@ from .rank import counted
 from .remote.reference import Ref
 from .replication.first_calls import CHOICES, Kind, Renewals, enough, renewals_of
 from .replication.values import flag_in
-from .request import Request, Settled, Span, donate, spans_of
+from .request import Request, Settled, Span, spans_of
 
 Signature = tuple[tuple, tuple]  # the kinds of the arguments, and the numbers and names among them
 
@@ -63,6 +64,7 @@ class Callee:
     donates: bool = False
 
 
+@made_for_its_size
 def call(
     mesh: Mesh, callee: Callee, tree: tuple[tuple, dict[str, Any]], flat: tuple[list[Any], Any] | None = None
 ) -> Any:
@@ -72,7 +74,7 @@ def call(
         tree: (args, kwargs).
         flat: the leaves and the structure of `tree`, if the caller has them.
     """
-    settings = ambient()
+    layout, settings = mesh.layout, ambient()
     if counted.thread.asked:
         counted.note_mesh(mesh)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
@@ -96,17 +98,14 @@ def call(
     key = (mesh.seed, "call", this.number) if deal is None else (mesh.seed, "batch", *deal.position)
     given = spans if callee.donates else ()
     try:
+        if mesh.layout is not layout:  # since what is ready now was made for that
+            raise Resized("the mesh has got another size", where=mesh.describe(), remedy="call again")
         compiled, held = _compiled(mesh, session, callee, calls, ready)
         inputs = (ready.leaves, spans) if not held else _with_held(ready.leaves, spans, held)
-        if mesh.is_driver:  # before it is sent: another thread's call that reads them would come too late
-            donate(given, ready.settled.plan, name)
-        results = compiled(*inputs, key, this, check=callee.check)
+        results = compiled(*inputs, given, key, this, check=callee.check)
     except BaseException:
         session.run_state.fail_call(this)
         raise
-    finally:  # a call that fails may have begun to overwrite them
-        if not mesh.is_driver:
-            donate(given, ready.settled.plan, name)
     calls.add(ready.signature, compiled)
     return results
 

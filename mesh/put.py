@@ -17,7 +17,7 @@ from ..kernels.callsite import public
 from ..kernels.errors import SpecError
 from . import trees
 from .array import Array, meta
-from .driver.pending import Pure
+from .driver.pending import Pure, made_for_its_size
 from .driver.sending import put_message
 from .launch import launched
 from .launch.alike import WHOLE, Given, given_tensor, refuse_differing
@@ -149,8 +149,10 @@ def _runs(leaves: list[Any]) -> list[list[int]]:
     return runs
 
 
+@made_for_its_size
 def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
     """`put` with checked arguments; `compared` makes launched ranks compare what they give."""
+    layout = mesh.layout
     leaves, treedef = trees.flatten(tree, is_leaf=is_array)
     specs = specs_for(spec, tree, "the specs given to put")
     places = trees.places(treedef)
@@ -168,7 +170,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         leaf = _tensor_of(leaf, where, cut=bool(its_spec.entries))
         if compared:
             _refuse_parts(leaf, where)
-        mesh.layout.check_shape(tuple(leaf.shape), its_spec, where=where)
+        layout.check_shape(tuple(leaf.shape), its_spec, where=where)
         todo.append((index, leaf, its_spec))
     metas = [meta(tuple(leaf.shape), leaf.dtype, its_spec) for _, leaf, its_spec in todo]
     if not mesh.is_driver:
@@ -183,7 +185,7 @@ def put_on(mesh: Mesh, tree: Any, spec: Any, *, compared: bool = False) -> Any:
         driver, values = mesh.driver, mesh.driver.new_values()
         cuts = tuple(its_spec for _, _, its_spec in todo)
         make, content = put_message(driver, values, [leaf for _, leaf, _ in todo], cuts)
-        task = driver.submit(make, content, pure=Pure("put", values=(values,)))
+        task = driver.submit(make, content, layout=layout, pure=Pure("put", values=(values,)))
         arrays = values.arrays(task, metas)
     else:
         arrays = []

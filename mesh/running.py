@@ -23,6 +23,7 @@ from . import protocol, wire
 from .ambient import ambient
 from .display.notebook import shorten
 from .driver.mesh_view import MeshView
+from .driver.pending import Task, made_for_its_size
 from .driver.sending import content as content_of
 from .driver.session import DriverSession
 from .launch import launched
@@ -99,7 +100,6 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
         what `fn` raises on a rank, as its own type, with that rank's traceback.
     """
     check_function("mesh.run", fn, "mesh.run(function, *args)")
-    layout = self.layout
     chosen = _checked(self, "mesh.run", ranks)
     key = (self.seed, "run", self.run_state.next_run())
     if counted.thread.asked:
@@ -107,10 +107,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
     if self.is_driver:
         if not chosen:
             return []
-        make, content = _message(self.driver, fn, args)
-        make = functools.partial(make, key=key, by_some=len({*chosen}) < layout.size)
-        task = self.driver.submit(make, content, ranks=chosen, region=True, layout=layout, reported=True)
-        return self.driver.wait(task).values()
+        return self.driver.wait(_send(self, "mesh.run", fn, args, ranks, key, region=True, reported=True)).values()
     rank, settings = self.session.rank, ambient()
 
     def name_of(obj: Any) -> Any:
@@ -122,7 +119,7 @@ def run(self: MeshView, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]
         return self if name == ("mesh",) else class_of_script(name[1])
 
     def here() -> tuple[Any, list[bytes]]:
-        by_some = len({*chosen}) < layout.size
+        by_some = len({*chosen}) < self.layout.size
         region = Region(self.session, key, self, by_some=by_some)
         result = run_body(region, settings, fn, args) if rank in chosen else None
         with sending_result(lambda: [("what the function returned", result)], self.session.where, (type(self),)):
@@ -143,14 +140,12 @@ def submit(self: MeshView, fn: Callable[..., Any], *args: Any, rank: int = 0) ->
         MeshError: there is no such rank, or `fn` can't be sent. What `fn` raises is raised by the future's `result()`.
     """
     check_function("mesh.submit", fn, "mesh.submit(function, *args, rank=0)")
-    layout = self.layout
     (chosen,) = _checked(self, "mesh.submit", [rank])
     future: Future = _Running()
     future.set_running_or_notify_cancel()
     if self.is_driver:
-        make, content = _message(self.driver, fn, args)
         key = (self.seed, "run", self.run_state.next_run())
-        self.driver.submit(functools.partial(make, key=key), content, ranks=[chosen], layout=layout, future=future)
+        _send(self, "mesh.submit", fn, args, [chosen], key, region=False, future=future)
         return future
     try:
         future.set_result(run(self, fn, *args, ranks=[chosen])[0])
@@ -196,6 +191,17 @@ def _call_back(fn: Callable[[Future], object], future: Future) -> None:
         fn(future)
     except Exception:  # as `concurrent.futures` does
         logging.getLogger("concurrent.futures").exception("exception calling callback for %r", future)
+
+
+@made_for_its_size
+def _send(
+    mesh: MeshView, what: str, fn: Callable, args: tuple, ranks: Sequence[int] | None, key: tuple, **handling: Any
+) -> Task:
+    """Have ranks call a function; for the last arguments see `DriverSession.submit`."""
+    layout, chosen = mesh.layout, _checked(mesh, what, ranks)
+    make, content = _message(mesh.driver, fn, args)
+    make = functools.partial(make, key=key, by_some=handling["region"] and len({*chosen}) < layout.size)
+    return mesh.driver.submit(make, content, ranks=chosen, layout=layout, **handling)
 
 
 def _message(

@@ -19,12 +19,12 @@ from ..replication import agreement
 from ..replication.first_calls import Kind
 from ..replication.reports import decode_all, what_was_told
 from ..replication.values import Check, check_of
-from ..request import Settled, Span, passable
+from ..request import Settled, Span, donate, passable
 from ..run_state import Call
 from . import sending
 from .functions import Shipped
 from .mesh_view import MeshView
-from .pending import Outcome, Pure, Task
+from .pending import Make, Outcome, Pure, Task
 from .session import DriverSession
 from .values import CallValues
 
@@ -95,7 +95,9 @@ class DriverCall:
         """Whether all Arrays among the arguments can be passed, and the mesh still has the layout that this is for."""
         return self._layout is mesh.layout and passable(mesh, leaves, spans)
 
-    def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
+    def __call__(
+        self, leaves: list[Any], spans: Sequence[Span], given: Sequence[Span], key: tuple, this: Call, *, check: str
+    ) -> Any:
         driver = self._driver
         self._count += 1
         first = self._found is None and not self._followed
@@ -105,18 +107,19 @@ class DriverCall:
         names, values = self._named(leaves, spans)
         plain = not values or _PLAIN.issuperset(map(type, values))
         results = driver.new_values()
+        make = functools.partial(
+            protocol.CallProgram,
+            call=self._planned.key,
+            out=results.number,
+            key=key,
+            check=int(asked),
+            again=0 if looked is Check.TYPES else self._again,
+            arrays=names,
+            values=tuple(values) if plain else None,
+            total=self.settled.total,
+        )
         task = driver.submit(
-            functools.partial(
-                protocol.CallProgram,
-                call=self._planned.key,
-                out=results.number,
-                key=key,
-                check=int(asked),
-                again=0 if looked is Check.TYPES else self._again,
-                arrays=names,
-                values=tuple(values) if plain else None,
-                total=self.settled.total,
-            ),
+            functools.partial(self._donating, given, make) if given else make,
             None if plain else lambda: sending.content(driver, values, lambda: self._parts(leaves)),
             region=True,
             layout=self._layout,
@@ -141,6 +144,11 @@ class DriverCall:
         prints, told = what_was_told(prints) if found.told else (prints, ())
         results.take_numbers(prints)
         return found.tree(results.arrays(None, found.metas), told)
+
+    def _donating(self, given: Sequence[Span], make: Make, *about: Any) -> protocol.Task:
+        """The message, just before it is sent: a call that could not be sent has taken nothing."""
+        donate(given, self.settled.plan, self._name)
+        return make(*about)
 
     def donated(self) -> list[str]:
         """The arguments that it may overwrite, for messages."""

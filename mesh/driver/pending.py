@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from ...kernels.errors import MeshError
 from .. import protocol, wire
 from ..failure import Failure
 from ..run_state import RunState
@@ -24,9 +26,28 @@ Make = Callable[[int, int, protocol.Spans, tuple[str, ...]], protocol.Task]
 """Makes a message, given the fields that all tasks begin with."""
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _thread = threading.local()
 _SETTLED = threading.Event()  # of all tasks whose outcome is known
 _SETTLED.set()
+
+
+class Resized(MeshError):
+    """A call was not sent, since another thread has given the mesh another size than the call was made for."""
+
+
+def made_for_its_size(function: _Function) -> _Function:
+    """The function, called again if what it sends was made for another size than the mesh has by then."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except Resized:
+                continue
+
+    return cast("_Function", call)
 
 
 @contextlib.contextmanager

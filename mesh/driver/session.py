@@ -31,7 +31,7 @@ from . import open_sessions, sending
 from .debugging import LOOK_SECONDS, Debugging
 from .functions import ShippedObjects
 from .lost_values import closed
-from .pending import Again, Flight, Make, Pending, Pure, Task
+from .pending import Again, Flight, Make, Pending, Pure, Resized, Task
 from .ranks import Ranks
 from .receiving import Receiving
 from .recovery import Recovery
@@ -186,8 +186,7 @@ class DriverSession(Owned):
                 with self.lock:
                     self.ready()
                     if layout is not self.layout or max(chosen, default=0) >= layout.size:
-                        problem = "the mesh has got another size while this call was made, by another thread"
-                        raise MeshError(problem, where=self.describe(), remedy="call again")
+                        raise Resized("the mesh has got another size", where=self.describe(), remedy="call again")
                     if generation != self.ranks.generation:
                         continue
                     self.regions += region

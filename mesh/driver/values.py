@@ -24,7 +24,7 @@ from ..protocol import ALL, Spans, each_span
 from ..replication.values import scalar_in
 from ..spec import Layout, P
 from .lost_values import lost, restarted
-from .pending import Pure, Task
+from .pending import Pure, Task, made_for_its_size
 from .session_view import Session
 
 
@@ -213,9 +213,11 @@ class CallValues:
         task = self.session.submit(fetch, ranks=ranks, layout=layout, pure=pure, reported=True)
         return self.session.wait(task).values()
 
+    @made_for_its_size
     def shards(self, index: int) -> list[torch.Tensor]:
         return [shard for (shard,) in self._fetch([index], self.session.layout)]
 
+    @made_for_its_size
     def full(self, indexes: Sequence[int]) -> list[torch.Tensor]:
         layout, metas = self.session.layout, tuple(self.settle())
         for index in indexes:

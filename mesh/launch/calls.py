@@ -34,7 +34,7 @@ from ..replication import agreement
 from ..replication.agreement import path_in
 from ..replication.reports import decode_all
 from ..replication.values import Check, check_of
-from ..request import Settled, Span, passable
+from ..request import Settled, Span, donate, passable
 from ..run_state import Call
 from ..strides import frozen_as
 from . import launched
@@ -88,7 +88,9 @@ class LaunchedCall:
         """Whether all Arrays among the arguments can be passed."""
         return passable(mesh, leaves, spans)
 
-    def __call__(self, leaves: list[Any], spans: Sequence[Span], key: tuple, this: Call, *, check: str) -> Any:
+    def __call__(
+        self, leaves: list[Any], spans: Sequence[Span], given: Sequence[Span], key: tuple, this: Call, *, check: str
+    ) -> Any:
         values: list[Any] = []
         specs = []
         theirs: set[int] = set()
@@ -114,6 +116,8 @@ class LaunchedCall:
         except BaseException:
             self._call.forget()
             raise
+        finally:  # a call that fails may have begun to overwrite them
+            donate(given, self.settled.plan, self._name)
         found = self._last.results
         assert found is not None
         theirs |= _held_elsewhere(outcome.tensors, [values[index] for index in self._inputs.on_mesh])

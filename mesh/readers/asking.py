@@ -20,7 +20,7 @@ from ...kernels.interrupts import uninterrupted
 from .. import protocol
 from ..batch import Deal
 from ..driver.functions import Shipped, ShippedObjects
-from ..driver.pending import Pure, Task
+from ..driver.pending import Pure, Task, made_for_its_size
 from ..driver.session import DriverSession
 from ..driver.values import CallValues
 from ..failure import Failure, combine
@@ -95,6 +95,7 @@ class Asked:
         return found.tree(self.values.arrays(None, found.metas, deal=deal))
 
 
+@made_for_its_size
 def ask(mesh: Mesh, reader: Reader, requests: Sequence[tuple]) -> list[Asked]:
     """Have every rank read its part of batches, one after another.
 

@@ -11,7 +11,7 @@ import torch
 from patience import until
 from torch import nn, optim
 
-from spmd import SpecError, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
+from spmd import MeshError, SpecError, data_parallel, fetch, functional, optimizer, put, spmd, value_and_grad
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -125,6 +125,26 @@ def test_a_step_that_fails_has_taken_what_it_had_begun_to_overwrite(shared_mesh)
     params = step(step(put({"w": torch.zeros(3)}, mesh=shared_mesh({"data": 2})), False), False)
     with pytest.raises(SpecError, match=r"a donated tensor was used after opt\.step had taken over its memory"):
         step(params, True)
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise TypeError("it stays here")
+
+
+def test_a_call_that_could_not_be_sent_has_taken_nothing(shared_mesh):
+    mesh = shared_mesh({"data": 2})
+
+    @spmd(mesh=mesh, donate=("w",))
+    def step(w, why):
+        return w + 1
+
+    w = put(torch.zeros(3), mesh=mesh)
+    with pytest.raises(MeshError, match="it stays here"):
+        step(w, Unsendable())
+    assert step(w, "").full().tolist() == [1, 1, 1]
+    with pytest.raises(SpecError, match="was donated to step"):
+        step(w, "")
 
 
 def test_what_something_else_shows_is_left_alone(shared_mesh):
