@@ -134,6 +134,7 @@ class Caller:
                 self._wait_for_room(connection, owner)
             with uninterrupted(), self._post.lock:
                 number = target[1] if method in ("", RESTORABLE) else self.next_number()
+                owner = owner if restorable is None else restorable.owner  # it may have been made again just now
                 where = owner if restorable is None else (owner[0], 0)  # 0: in whichever process the object is then
                 ref = self._watched(Ref(self, where, (self._post.id, number), label))
                 waiting = Waiting(self._settler(ref, restorable), label, ref.future, ref.name, refs, packet.nbytes)
@@ -141,7 +142,7 @@ class Caller:
                 released = self.gone.results_of(owner)
                 msg = Invoke(number, owner[1], target, method, caller, names, released)
                 if restorable is not None:
-                    connection = self.restoring.note(restorable, Sent(msg, packet, waiting), connection)
+                    connection = self.restoring.note(restorable, Sent(msg, packet, waiting))
                 elif connection is None or connection.lost or self._post.closed is not None:
                     ref.future.set_exception(answers.lost(owner[0], label, self._post.describe()))
                     return ref

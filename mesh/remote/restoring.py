@@ -101,8 +101,11 @@ class Restoring:
             if connection.lost:
                 self.rank_lost(one.owner)
 
-    def note(self, one: Restorable, sent: Sent, connection: Connection | None) -> Connection | None:
-        """Note a call; returns the connection for it, or None if it will be sent when the object is made again."""
+    def note(self, one: Restorable, sent: Sent) -> Connection | None:
+        """Note a call; returns the connection for it, or None if it will be sent when the object is made again.
+
+        The node's lock is held from when the call's message was made for the object's owner until it is sent.
+        """
         number, settle = sent.invoke.number, sent.waiting.settle
         sent.packet, sent.waiting.again = duplicate(sent.packet), True
         one.sent[number] = sent
@@ -118,7 +121,9 @@ class Restoring:
         if one.failed:
             one.failed = False
             self._start(one)
-        return None if one.away or connection is None or connection.lost else connection
+        connection = None if one.away else self._post.alive(one.owner)
+        # To another process only if the end of the owner is about to be noticed.
+        return connection if connection is not None and connection.peer == one.owner else None
 
     def take(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:
         """Take what an object has sent after a call: the result, or its state."""

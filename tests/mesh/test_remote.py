@@ -811,6 +811,20 @@ class SlowToLoad:
         return os.getpid()
 
 
+def test_an_object_that_is_made_again_while_a_call_is_made(make_mesh: Any) -> None:
+    """The call reaches the new one, although its caller has looked at the old one."""
+    mesh = make_mesh({"data": 2})
+    ledger = mesh.remote(Ledger, "first", rank=1, restore=True)
+
+    class Line:
+        def __reduce__(self) -> Any:
+            os.kill(ledger.where().get(), signal.SIGKILL)
+            ledger.where().get(HANGS)
+            return str, ("second",)
+
+    assert ledger.write(Line()).get(HANGS) == 2 and ledger.read().get() == ["first", "second"]
+
+
 def test_an_object_whose_handle_goes_while_it_is_made_again(make_mesh: Any, tmp_path: Path) -> None:
     def left() -> int:
         gc.collect()
