@@ -141,6 +141,11 @@ class Task:
     def fine(self) -> bool:
         return self.complete and all(kind == "ok" for kind, _ in self.answers.values())
 
+    @property
+    def raised(self) -> bool:
+        """Whether a rank has raised an exception of its own in it."""
+        return any(failure.kind == "error" for failure in self.failures().values())
+
     def busy(self) -> set[int]:
         """The ranks that have not answered."""
         return set(self.ranks).difference(self.answers)

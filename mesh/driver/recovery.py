@@ -113,13 +113,13 @@ class Recovery:
             if busy and time.monotonic() - self._since < (FENCE_SECONDS if self._is_unexplained() else GRACE_SECONDS):
                 return
             again, why = self._to_rerun()
-            if busy and again and time.monotonic() - self._since > FENCE_SECONDS:
+            if busy and again and self._lost and time.monotonic() - self._since > FENCE_SECONDS:
                 for rank in busy:
                     session.ranks.all[rank].signal(signal.SIGKILL)
             if busy and not self.interrupted and session.lasting:
                 left = [rank for rank, number in busy.items() if number >= self._first_failed]
                 self.stuck.end_timed_out(left, time.monotonic() - self._since - INTERRUPTED_SECONDS)
-            failure, at_fault = self._failure(why), self._at_fault()
+            failure, at_fault = self._failure(why if self._lost else None), self._at_fault()
             for task in sorted(session.pending.tasks.values(), key=lambda task: task.number):
                 if task.settled.is_set() or task in again:
                     continue
@@ -136,7 +136,7 @@ class Recovery:
         """The tasks that will run again, and why others that could won't."""
         session = self._session
         tasks = session.pending.tasks.values()
-        if not self._lost or self.interrupted:
+        if self.interrupted or not (self._lost or any(task.raised for task in tasks)):
             return [], None
         if not session.reruns and any(task.region and not task.fine for task in tasks):
             return [], None  # what is fetched may be what one of these was to make
@@ -196,7 +196,7 @@ class Recovery:
     def _at_fault(self) -> Container[threading.Thread]:
         """The threads whose calls have failed, if it is known; calls that others made meanwhile are only stopped."""
         tasks = self._session.pending.tasks.values()
-        failed = {task.caller for task in tasks for one in task.failures().values() if one.kind == "error"}
+        failed = {task.caller for task in tasks if task.raised}
         return {task.caller for task in tasks} if self._lost or self.interrupted or not failed else failed
 
     def _stopped(self, task: Task, failure: Callable[[], BaseException]) -> Outcome:
@@ -250,7 +250,7 @@ class Recovery:
             again = self._with_values(again, replaced)
         if replaced:
             session.uncopied.copy_to_hosts(session)
-            self._run_again(again, replaced)
+        self._run_again(again, replaced)
         self._lost.clear()
         self.under_way = self.interrupted = False
         session.changed.notify_all()
@@ -293,12 +293,12 @@ class Recovery:
         return True
 
     def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
-        """Send again what the replaced ranks left undone."""
+        """Send again what was left undone."""
         session = self._session
         held = [one for task in again for one in (*task.again.call.arguments, task.again.call.holds)]
-        for values in session.values.unread(held):
+        for values in session.values.unread(held) if replaced else ():
             send_read(session, values)
-        for message, packet in session.shipped.naming_values():
+        for message, packet in session.shipped.naming_values() if replaced else ():
             session.tell(message, packet, replaced)
         for task in again:
             send_again(session, task, replaced)
@@ -306,4 +306,5 @@ class Recovery:
             session.tell(protocol.Free(freed, ()))
         seconds = time.monotonic() - self._since
         kept = session.lasting and (not session.ranks.bare or self._moves is None or not self._moves.lost)
-        tell(self._lost, again, seconds, session.describe(), lasting=kept)
+        if replaced:
+            tell(self._lost, again, seconds, session.describe(), lasting=kept)

@@ -1,18 +1,20 @@
-"""Which of the calls that a dead rank leaves unfinished run again, and how they are sent again.
+"""Which of the calls that a dead rank, or a call that fails, leaves unfinished run again, and how.
 
 A call of an @spmd function is pure, and its inputs are held until every rank has its outputs: so it can be sent again,
 with the same values and random keys. Not run again are calls that may have had effects (`mesh.run`), that have raised
-an exception, or that had begun to overwrite donated memory, nor calls after the latter two. Invariant: calls run again
-in the order in which they were made.
+an exception, or that had begun to overwrite donated memory, nor calls after the latter two (after an exception, those
+of the same thread), nor what reads their results. Invariant: calls run again in the order in which they were made.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .. import wire
+from ..array import Array
 from ..failure import ranks_text
 from ..protocol import Spans
 from .pending import Again, Make, Pure, Task
@@ -35,14 +37,16 @@ def to_rerun(
         checkpoint: the run's newest, if there is one.
     """
     found: list[Task] = []
+    at_fault, void = set[threading.Thread](), set[Task | None]()
     for task in sorted(tasks, key=_order):
         if task.settled.is_set() or task.fine:
             continue
-        if any(failure.kind == "error" for failure in task.failures().values()):
-            if task.region:
-                break
-            continue
-        if task.again is None:
+        raised = task.raised
+        if raised and task.region:
+            at_fault.add(task.caller)
+        skipped = task.region and task.caller in at_fault
+        if raised or skipped or task.again is None or void & _made_by(task.again.call):
+            void.add(task)
             continue
         if task.region and overwritten(task.region):
             return found, _lost(task.again, checkpoint)
@@ -53,6 +57,12 @@ def to_rerun(
             )
         found.append(task)
     return found, None
+
+
+def _made_by(call: Pure) -> set[Task | None]:
+    """The tasks that make what a call reads."""
+    sources = [one._source for one in call.arguments if isinstance(one, Array)]
+    return {source.task for source in [*sources, *([call.holds] if call.fetches else [])]}
 
 
 def _lost(again: Again, checkpoint: str | None) -> str:

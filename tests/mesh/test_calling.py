@@ -27,6 +27,7 @@ from spmd import (
     axis_index,
     data_parallel,
     fetch,
+    optimizer,
     psum,
     put,
     save,
@@ -601,44 +602,62 @@ def test_an_error_is_raised_in_the_thread_whose_call_failed(make_mesh):
         step(one)
 
 
-@pytest.mark.parametrize(
-    ("fetches", "donate", "remedy"),
-    [
-        (False, (), "make it again"),
-        (False, ("x",), r"argument 0 was donated to it, and is lost: restore a"),
-        (True, (), "make it again"),
-    ],
-)
-def test_a_call_that_another_threads_failure_stops_says_so(make_mesh, fetches, donate, remedy):
-    mesh = make_mesh({"data": 2})
+@pytest.mark.parametrize("on_loss", ["rerun", "raise"])
+def test_calls_that_another_threads_failure_stops(make_mesh, on_loss):
+    """Steps run again; what may have had effects, or reads what is gone, says what has stopped it."""
+    mesh = make_mesh({"data": 2}, on_loss=on_loss)
+    opt = optimizer(torch.optim.SGD, lr=1.0, shard=None)
 
     def fail(x):
-        if x:
+        if x and mesh.rank == 1:
             time.sleep(0.2)
             raise ValueError(f"no {int(x)}")
         return x
 
-    failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh, donate=donate)
-    one, own, large = torch.ones(()), [], put(torch.ones(1 << 16), mesh=mesh)
+    @spmd(mesh=mesh, donate="params")
+    def overwrite(params):
+        return opt.step(params, {"w": torch.ones(5000)}, opt.init(params))[0]
+
+    failing, step = spmd(fail, mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh)
+    one, own, large = torch.ones(()), [], put(torch.ones(1 << 16), P("data"), mesh=mesh)
     assert float(step(put(one, mesh=mesh))) == 2
     for _ in range(2):  # later calls do not wait
         failing(torch.zeros(()))
 
-    def call():
-        failed = failing(one)
+    def call(begun, given):
+        given.append(failing(one))
         begun.set()
         with pytest.raises(ValueError, match="no 1"):
-            float(failed)
+            float(given[0])
         own.append(True)
 
-    begun, thread = threading.Event(), threading.Thread(target=call)
-    thread.start()
-    assert begun.wait(10)
-    says = rf"a call that another thread made has failed \(got ValueError: no 1\).*{remedy}"
-    with pytest.raises(MeshError, match=says):
-        large.full() if fetches else float(step(put(one, mesh=mesh)))
-    thread.join(10)
-    assert own and float(step(put(one, mesh=mesh))) == 2
+    @contextlib.contextmanager
+    def failing_meanwhile():
+        begun, given = threading.Event(), []
+        thread = threading.Thread(target=call, args=(begun, given))
+        thread.start()
+        assert begun.wait(10)
+        yield given
+        thread.join(10)
+        assert own.pop()
+
+    says = r"a call that another thread made has failed \(got ValueError: no 1\).*make it again"
+    reruns = on_loss == "rerun"
+    with failing_meanwhile(), pytest.raises(MeshError, match=says):
+        mesh.run(lambda: 1)
+    with failing_meanwhile() as given, pytest.raises(MeshError, match="another thread made has failed"):
+        float(step(*given))
+    with failing_meanwhile(), contextlib.nullcontext() if reruns else pytest.raises(MeshError, match=says):
+        assert large.full().sum() == 1 << 16
+    with failing_meanwhile(), contextlib.nullcontext() if reruns else pytest.raises(MeshError, match=says):
+        assert float(step(one)) == 2
+    params = put({"w": torch.ones(5000)}, mesh=mesh)
+    for _ in range(2):
+        params = overwrite(params)
+    lost = "argument 0 was donated to it, and is lost: restore a" if reruns else says
+    with failing_meanwhile(), pytest.raises(MeshError, match=lost):
+        overwrite(params)["w"].full()
+    assert float(step(put(one, mesh=mesh))) == 2
 
 
 def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mesh):
@@ -663,14 +682,10 @@ def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mes
     begun, on, thread = threading.Event(), threading.Event(), threading.Thread(target=call)
     thread.start()
     assert begun.wait(10)
-    results = []
-    with contextlib.suppress(MeshError):  # the calls that this failure stops
-        for _ in range(3):
-            results.append(step(one))
+    results = [step(one) for _ in range(3)]
     on.set()
     thread.join(10)
-    assert failed and results
-    assert float(step(one)) == 1
+    assert failed and [*map(float, results)] == [1, 1, 1]
 
 
 def test_a_call_waits_for_another_thread_that_restarts_the_mesh(make_mesh, monkeypatch):
