@@ -78,7 +78,10 @@ def pmean(x: Any, axis: Axis) -> Any:
         if not uneven:
             return known(leaf, run(Sum(comm, "avg"), x), same=axes)
         weight, any_samples = plan.weight(axes, sizes)
-        return known(leaf, run(Sum(comm), x * weight if any_samples else torch.zeros_like(x)), same=axes)
+        mine = x * weight
+        if not any_samples:  # it may be NaN; what replaces it has a tangent, since all ranks sum the tangents, too
+            mine = torch.where(torch.zeros_like(mine, dtype=torch.bool), mine, 0)
+        return known(leaf, run(Sum(comm), mine), same=axes)
 
     return each_leaf("pmean", one, x)
 

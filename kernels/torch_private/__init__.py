@@ -16,6 +16,7 @@ from .compiler import compiled_parts as compiled_parts
 from .compiler import draw_as_eager as draw_as_eager
 from .compiler import eagerly as eagerly
 from .compiler import forget_assigned as forget_assigned
+from .compiler import graph_for_each_batch_size as graph_for_each_batch_size
 from .compiler import graphs_compiled as graphs_compiled
 from .compiler import has_compiler as has_compiler
 from .compiler import has_inductor as has_inductor

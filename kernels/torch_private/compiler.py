@@ -244,6 +244,30 @@ def draw_as_eager() -> None:
         sys.modules["torch._inductor.config"].fallback_random = True  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def _fixed_batches() -> Iterator[None]:
+    met: Any = sys.modules["torch._dynamo.pgo"].FrameStateSizeEntry
+    varies = met.is_size_dynamic
+    met.is_size_dynamic = lambda sizes, dim: dim > 0 and varies(sizes, dim)
+    try:
+        yield
+    finally:
+        met.is_size_dynamic = varies
+
+
+_batches_fixed = Overlapping(_fixed_batches)
+
+
+def graph_for_each_batch_size() -> contextlib.AbstractContextManager[object]:
+    """Inside this block the compiler makes a graph for each size of dimension 0, where it would make one for any size.
+
+    Inductor rounds otherwise in that one, and which sizes it gets depends on those that the process has met before.
+    Public way: `torch.compile(dynamic=False)`, which the program would have to name, and which also makes a graph for
+    each number among the arguments and for each length of a sequence.
+    """
+    return _batches_fixed if has_compiler() else contextlib.nullcontext()
+
+
 def graphs_compiled() -> int:
     """How many graphs this program has compiled so far."""
     utils: Any = sys.modules.get("torch._dynamo.utils")

@@ -490,6 +490,17 @@ def reduce_compiled() -> None:
     assert torch_private.reduce_compiled(double) is None
 
 
+def graph_for_each_batch_size() -> None:
+    """Of other dimensions, and of numbers, there is one graph for all sizes."""
+    torch._dynamo.reset()
+    double = torch.compile(lambda x, by: by * x, backend="eager")
+    with torch_private.graph_for_each_batch_size():
+        for by, shape, new in ((2, (3, 4), 1), (3, (3, 5), 1), (4, (3, 6), 0), (5, (4, 7), 1), (6, (5, 8), 1)):
+            before = torch_private.graphs_compiled()
+            double(torch.ones(shape), by)
+            assert torch_private.graphs_compiled() == before + new
+
+
 def compiled_parts() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     module[0].compile(backend="eager")
@@ -596,6 +607,7 @@ PARTS: dict[Callable[[], None], str] = {
     is_lazy_zero: "communicating and keeping tangents that are zeros without memory",
     copy_each: "buckets and flat parameters of many leaves",
     reduce_compiled: "sending compiled functions to the ranks",
+    graph_for_each_batch_size: "the same bits of compiled functions on any number of ranks",
     compiled_parts: "carrying module.compile() to the ranks",
     custom_operators: "sending a program's own operators to the ranks",
     is_exported: "refusing what torch.export made, which can't be sent",

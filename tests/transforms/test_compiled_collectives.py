@@ -119,6 +119,27 @@ def test_virtual_shards_share_a_graph(shared_mesh):
     assert mesh.run(counted)[0] == before + 1
 
 
+def marking(graph, inputs):
+    """A graph for any size gives another value, as Inductor rounds otherwise in it."""
+    sizes_vary = any(isinstance(value, torch.SymInt) for value in inputs)
+    return lambda *args: [one * (2 if sizes_vary else 1) for one in graph(*args)]
+
+
+def test_a_virtual_shard_gets_the_same_graph_on_any_number_of_ranks(shared_mesh):
+    """One process met shards of two sizes, and had a graph for any size, where several ranks had one for each."""
+    batches, losses = [torch.arange(float(n))[:, None] for n in (8, 10, 10, 6, 10)], []
+    for ranks in (1, 2):
+        loss = torch.compile(lambda w, batch: (w * batch).square().mean(), backend=marking)
+
+        @spmd.spmd(mesh=shared_mesh({"data": ranks}))
+        @data_parallel(shards=4)
+        def step(w, batch):
+            return value_and_grad(loss)(w, batch)  # noqa: B023
+
+        losses.append([float(step(torch.tensor(2.0), batch)[0]) for batch in batches])
+    assert losses[0] == losses[1]
+
+
 def a_constant_elsewhere(x):
     y = psum(x.sin(), "data").sum() * pmean(x * 2, "data").sum()
     return x.sum() * 0 if axis_index("data") else y

@@ -478,7 +478,10 @@ def test_undefined_values_of_empty_shards_go_nowhere(shared_mesh):
     def dense(w, batch):
         return (batch * w).mean() + w.pow(2).sum()
 
-    cases = [(loss, loss), (through, loss), (over_all, dense)]
+    def averaged(w, batch):
+        return pmean((batch * w).mean(), "data") + w.pow(2).sum()
+
+    cases = [(loss, loss), (through, loss), (over_all, dense), (averaged, dense)]
     for parallel, plain in cases:
         value, found = spmd(data_parallel(value_and_grad(parallel)), mesh=mesh, check="always")(w, batch=x)
         wanted_value, wanted = value_and_grad(plain)(w, x)
@@ -490,6 +493,31 @@ def test_undefined_values_of_empty_shards_go_nowhere(shared_mesh):
     for parallel, plain in cases:
         found = spmd(data_parallel(bend(parallel)), mesh=mesh, check="always")(w, batch=x)
         assert_close({"w": found}, {"w": bend(plain)(w, x)}, 1e-5)
+
+
+def test_torchs_transforms_of_a_mean_that_some_ranks_have_no_samples_for(shared_mesh):
+    """There the mean's argument was replaced by zeros without a tangent, which the other ranks waited for."""
+    w, x = torch.tensor([2.0, 3.0]), torch.tensor([[3.0, 1.0], [5.0, 2.0]])
+
+    @spmd(mesh=shared_mesh({"data": 4}), check="always")
+    @data_parallel
+    def step(w, batch):
+        def mean(w):
+            return pmean((batch * w).tanh().mean(), "data")  # the mean of nothing is NaN
+
+        def total(w):
+            return pmean((batch * w).tanh().sum(), "data")
+
+        tangent = torch.func.jvp(mean, (w,), (w,))[1]
+        return tangent, torch.func.jacfwd(mean)(w), psum(torch.func.grad(total)(w), "data")
+
+    def alone(w):
+        return (x * w).tanh().mean()
+
+    slope = torch.func.grad(alone)(w)
+    for found, wanted in zip(step(w, x), (slope @ w, slope, slope * 4 * 2), strict=True):
+        # torch gives a number times 0.5 a tangent of float64.
+        torch.testing.assert_close(found.full(), wanted, check_dtype=False)
 
 
 # -- buffers and random numbers ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...kernels.arguments import whole
 from ...kernels.call import word_key
 from ...kernels.errors import SpecError
+from ...kernels.torch_private import graph_for_each_batch_size
 from ...mesh import trees
 from ...mesh.region import Region, generators, reseed, restore_generators, seed_others
 from ...mesh.replication.net import mark
@@ -122,7 +123,8 @@ def running(region: Region, virtual: VirtualShards, shard: int) -> Iterator[None
     samples = plan.splitting(virtual.axis, virtual.sizes[shard], virtual.total)
     region.plan = dataclasses.replace(plan, samples=samples, shard=shard, in_shard=True)
     try:
-        yield
+        with graph_for_each_batch_size():
+            yield
     finally:
         region.plan, (region.random, region.alike) = plan, random
 
