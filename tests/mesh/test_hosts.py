@@ -223,6 +223,7 @@ def test_what_is_refused(mesh: Mesh) -> None:
     for options, problem in (
         ({"hosts": "local:2x1"}, "does not fit its hosts"),
         ({"hosts": ["a:2", "a:2"]}, "a host is named twice"),
+        ({"hosts": ["a..b:4"]}, "it is not known where the hosts reach this process"),
         ({"hosts": "local:2x2", "device": "cuda"}, "on CPUs only"),
         ({"hosts": "local:2x2", "backend": "shm"}, "can't be used with hosts"),
     ):

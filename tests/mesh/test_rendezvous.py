@@ -216,21 +216,23 @@ def attempt(method, **environ):
         print(error)
 attempt("env://", MASTER_ADDR="localhost")
 attempt("env://", MASTER_PORT="http")
-for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "file:///no/such/folder/file"):
+for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "tcp://a..b:2000"):
     attempt(method)
+attempt("file:///no/such/folder/file")
+attempt("tcp://no.such.host.invalid:2000")
 """
 
 
 def test_bad_places() -> None:
     status, out, err = run("-c", BAD_PLACES, without=["SPMD_", "MASTER_"])
     assert status == 0, err
-    first, *others, last = out.splitlines()
+    first, *others, file, unknown = out.splitlines()
     assert first == "env:// needs MASTER_ADDR and MASTER_PORT (got no MASTER_PORT)"
-    for line, method in zip(
-        others, ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999"), strict=True
-    ):
+    methods = ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999", "tcp://a..b:2000")
+    for line, method in zip(others, methods, strict=True):
         assert re.match(f"cannot meet there .*tcp://host:port.*got '{method}'", line), line
-    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", last)
+    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", file)
+    assert re.match("rank 0 cannot meet .* at tcp://no.such.host.invalid:2000 .*: name an address of rank 0's", unknown)
 
 
 def test_a_process_with_other_sockets_meets_as_well() -> None:
