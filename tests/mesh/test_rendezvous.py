@@ -92,7 +92,7 @@ def written(path: Path) -> bytes:
 def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
     """What the processes of each case call."""
     waits = f"timeout = {TIMEOUT}; "
-    port = free_port()
+    port, unmet = free_port(), at(f"tcp://127.0.0.1:{free_port()}")
     environ = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='{port}'); " + at("env://")
     tcp_store = (
         f"initialize({{rank}}, 2, store=dist.TCPStore('127.0.0.1', {free_port()}, None, {{rank}} == 0, "
@@ -107,6 +107,7 @@ def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
         "stale": [at(stale_file(folder)).format(rank=0, size=2)],
         "busy": [at(f"tcp://127.0.0.1:{busy}").format(rank=0, size=2)],
         "no rank 1": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
+        "rank 0 gives up": [waits + unmet.format(rank=0, size=3), unmet.format(rank=1, size=3)],
         "no rank 0": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
         "no rank 0 at a file": [waits + at(f"file://{folder}/alone").format(rank=1, size=2)],
         "twice": [at(f"file://{folder}/twice").format(rank=0, size=2)] * 2,
@@ -167,6 +168,10 @@ FAILURES = {
     "busy": [r"rank 0 cannot meet the others at port \d+ \(got .*in use\): end what uses the port, or choose another"],
     "no rank 1": [
         rf"2 of 3 ranks did not come within {TIMEOUT} s: \[1, 2\] \[rank 0, at tcp://.*check that they were started"
+    ],
+    "rank 0 gives up": [
+        rf"1 of 3 ranks did not come within {TIMEOUT} s: \[2\]",
+        r"rank 1 has lost the meeting place tcp://\S+ before all 3 ranks had come .*: see the output of rank 0",
     ],
     "no rank 0": [
         rf"rank 1 of 2 \(from initialize\) found nobody at 127.0.0.1:\d+ within {TIMEOUT} s, where rank 0 should be"
