@@ -63,7 +63,7 @@ def _address_of(name: str) -> str:
 
 def towards(host: str) -> str | None:
     """The address from which this host would send to another; None if it is this one, or can't be reached."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter: it can't be a name
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing, on a datagram socket

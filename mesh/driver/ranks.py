@@ -179,8 +179,7 @@ class Ranks:
             self.arena.clear(self.generation)
             self._title = f"Mesh({layout.axes}, backend={options['backend']!r}, device={options['device']!r})"
             self.arena.introduce(self._title)
-            # The store in which ranks meet, if the backend needs one. A nameless file, since a TCPStore asks the name
-            # service about every connection, which takes seconds where none answers.
+            # Where ranks meet, in a nameless file: a TCPStore asks the name service about connections, for seconds.
             self._store_fd = os.memfd_create("spmd-store", os.MFD_CLOEXEC)
             undo.callback(os.close, self._store_fd)
             self.request = request_of(layout, options, f"/proc/{os.getpid()}/fd/{self._store_fd}")
@@ -219,6 +218,10 @@ class Ranks:
     def overwritten(self, region: int) -> bool:
         """Whether a region may have changed donated memory."""
         return self.arena is not None and self.arena.overwritten(region)
+
+    def in_debugger(self) -> bool:
+        """Whether a rank is at a debugger's prompt, or traced by one."""
+        return self.arena is not None and self.arena.in_debugger()
 
     def copies_at(self) -> tuple[tuple[str, int], ...]:
         """Where each host takes copies of other hosts' values: address and port."""

@@ -118,15 +118,16 @@ class Stuck:
         """Kill ranks that are still in a call `seconds` after it has failed and was interrupted, if that is longer than
         the grace.
 
-        They use the processor (in a loop in C, say), but nobody will want what they compute.
+        They use the processor (in a loop in C, say), but nobody will want what they compute. On other hosts they may be
+        stuck as well.
         """
-        board = self._session.ranks.arena
-        if seconds < self._grace or board is None or board.in_debugger():
+        left = [rank for rank in ranks if self._session.ranks.all[rank].pid not in self.killed]
+        if seconds < self._grace or not left or self._session.ranks.in_debugger():
             return
-        for rank in ranks:
+        for rank in left:
             pid = self._session.ranks.all[rank].pid
-            status = status_of(pid)
-            if status is not None and status["TracerPid"] == "0" and pid not in self.killed:
+            status = {"TracerPid": "0"} if self._session.ranks.arena is None else status_of(pid)
+            if status is not None and status["TracerPid"] == "0":
                 what = f"was still in a call {self._grace:g} s after that had failed and was interrupted"
                 self._kill(rank, pid, what)
 
@@ -141,10 +142,10 @@ class Stuck:
                 one.signal(signal.SIGKILL)
 
     def _kill(self, rank: int, pid: int, what: str) -> None:
-        board = self._session.ranks.arena
-        assert board is not None
-        self.killed[pid] = f"was killed: it {what} (its stack is in the log; Mesh(grace=) says how long that may last)"
-        text = f"spmd: rank {rank} {self.killed[pid]}\n{stacks_of(board, rank)}\n"
+        board, remark = self._session.ranks.arena, "Mesh(grace=) says how long that may last"
+        stack = "" if board is None else f"{stacks_of(board, rank)}\n"  # of ranks on other hosts it would take too long
+        self.killed[pid] = f"was killed: it {what} ({'its stack is in the log; ' if stack else ''}{remark})"
+        text = f"spmd: rank {rank} {self.killed[pid]}\n{stack}"
         with contextlib.suppress(Exception):
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -112,12 +112,15 @@ def secret_of_hosts() -> bytes:
 def dialled_address(where: str) -> tuple[str, int] | None:
     """The address and port of "address:port", None if it is none.
 
-    >>> dialled_address("10.0.0.5:7000"), dialled_address("[::1]:7000"), dialled_address("a")
-    (('10.0.0.5', 7000), ('::1', 7000), None)
+    >>> dialled_address("10.0.0.5:7000"), dialled_address("[::1]:7000"), dialled_address("a"), dialled_address("a..b:1")
+    (('10.0.0.5', 7000), ('::1', 7000), None, None)
     """
     try:
         found = urllib.parse.urlsplit(f"tcp://{where}")
-        return None if not found.hostname or found.port is None or found.path else (found.hostname, found.port)
+        if not found.hostname or found.port is None or found.path:
+            return None
+        found.hostname.encode("idna")  # as for looking it up
+        return found.hostname, found.port
     except ValueError:
         return None
 

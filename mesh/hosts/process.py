@@ -186,6 +186,8 @@ class Host:
     def _report(self, what: str, region: int) -> protocol.Report:
         if what == "overwritten":
             return protocol.Report((), "yes" if self._arena.overwritten(region) else "")
+        if what == "in debugger":
+            return protocol.Report((), "yes" if self._arena.in_debugger() else "")
         if what == "stacks":
             found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
             return protocol.Report((), "\n\n".join(found))

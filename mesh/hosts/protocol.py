@@ -125,7 +125,8 @@ class BeginAnew(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """To a host: report its ranks' "status" or "stacks", or whether they have "overwritten" memory in a region."""
+    """To a host: report its ranks' "status" or "stacks", or whether they have "overwritten" memory in a region, or one
+    is "in debugger"."""
 
     what: str
     region: int = 0
@@ -166,7 +167,7 @@ class Tunnelled(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report(Message):
-    """From a host, the answer to `Ask`: the fields of each `RankStatus`, the stacks, or "yes" if overwritten."""
+    """From a host, the answer to `Ask`: the fields of each `RankStatus`, the stacks, or "yes"."""
 
     rows: tuple[tuple[int, str, int, int, str, int], ...]
     text: str

@@ -174,6 +174,9 @@ class HostRanks(Ranks):
     def overwritten(self, region: int) -> bool:
         return any(answer.text for _, answer in self._answers(protocol.Ask("overwritten", region)))
 
+    def in_debugger(self) -> bool:
+        return any(answer.text for _, answer in self._answers(protocol.Ask("in debugger")))
+
     def _answers(self, msg: Any) -> list[tuple[RankHost, Any]]:
         """Ask all hosts at once; returns the answers of those that are not lost."""
         found = []

@@ -7,8 +7,9 @@ conclusion, so that if one of them can't map its arena, none does.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...kernels.errors import MeshError
@@ -46,18 +47,22 @@ def join(
     timeout: float,
     make_arena: Callable[[int, int, int], Arena] = Arena,
     make_host_arena: Callable[[int, list[int], int, StoreWatch], HostArena] = HostArena,
+    alike: Mapping[str, object] | None = None,
 ) -> Joined:
     """Learn where the other ranks are, and map this host's arena if `backend` has a use for one.
 
     Args:
+        alike: arguments that all ranks must have been given alike.
         make_arena: called as `make_arena(fd, size, rank)` if all ranks are on one host.
         make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` if they are on several.
     """
-    store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}")
+    given = json.dumps({name: repr(value) for name, value in (alike or {}).items()})
+    store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}\n{given}")
     entries = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
-    hosts = _by_host([identity for identity, _ in entries])
+    _compare([json.loads(given) for *_, given in entries])
+    hosts = _by_host([identity for identity, *_ in entries])
     several = len(hosts) > 1 or backend == "hierarchical"
-    here = _reachable_at(rank, hosts, [at for _, at in entries])
+    here = _reachable_at(rank, hosts, [at for _, at, _ in entries])
     watch: Any = StoreWatch(store, rank, address=here)
     arena: Arena | None = None
     if not several:
@@ -79,6 +84,18 @@ def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
             f"rank {peer} did not come within {timeout:g} s",
             remedy="check that it was started, with the same world size and the same number of meshes",
         ) from None
+
+
+def _compare(given: Sequence[dict[str, str]]) -> None:
+    """Raise the same error on all ranks if some were given other arguments than rank 0."""
+    for rank, theirs in enumerate(given):
+        for name, text in given[0].items():
+            if theirs.get(name) != text:
+                raise MeshError(
+                    f"ranks make their mesh with different {name}",
+                    got=f"rank 0: {text}; rank {rank}: {theirs.get(name)}",
+                    remedy="give Mesh the same on all ranks; random numbers differ between ranks by themselves",
+                )
 
 
 def _host_identity() -> str:

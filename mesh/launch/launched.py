@@ -52,7 +52,8 @@ def join(
     _write_whole_lines()
     store = meet(launch, timeout, f"mesh{_meshes}")
     rank, size = launch.rank, layout.size
-    met = joining.join(store, rank, size, backend=backend, timeout=timeout)
+    alike = {"axes": layout.axes, "backend": backend, "seed": seed}
+    met = joining.join(store, rank, size, backend=backend, timeout=timeout, alike=alike)
     arena, hosts = met.arena, met.hosts
     several = len(hosts) > 1 or backend == "hierarchical"
     own = devices.of_launched(device, backend, launch, store, met.identity, size)

@@ -156,7 +156,11 @@ def _store_at(method: str, launch: Launch, timeout: float) -> dist.Store:
         # The first TCPStore in a process looks up its peer's name: 5 to 10 s if a name service does not answer.
         return dist.TCPStore(host, port, None, hosts, limit, wait_for_workers=False, master_listen_fd=listener)
     except (RuntimeError, ValueError) as error:
-        raise _port_error(port, launch, str(error).splitlines()[0]) from None
+        raise MeshError(
+            f"rank {launch.rank} cannot meet the others at {url(host, port)}",
+            got=str(error).splitlines()[0],
+            remedy="name an address of rank 0's host, which it reaches itself, and a port that nothing else uses",
+        ) from None
 
 
 def _file_store(method: str, launch: Launch, limit: datetime.timedelta) -> dist.Store:
@@ -184,7 +188,8 @@ def _host_and_port(method: str) -> tuple[str, int]:
     address = urllib.parse.urlparse(method)
     try:
         host, port = address.hostname or "", address.port or 0
-    except ValueError:  # a port that is none
+        host.encode("idna")  # as for looking it up
+    except ValueError:  # a port, or a name, that is none
         host, port = "", 0
     if address.scheme != "tcp" or not host or not port:
         raise MeshError("cannot meet there", got=repr(method), expected='"env://", "tcp://host:port" or "file:///path"')
@@ -224,12 +229,8 @@ def _listener(host: str, port: int, launch: Launch) -> int:
         for parent, name in itertools.product(ancestors(), variables_of(launch.source)[:1]):
             if environ_of(parent).get(name) == os.environ.get(name) and listens(parent, port):
                 raise started_by(launch, parent) from None
-        raise _port_error(port, launch, os.strerror(error.errno or 0)) from None
-
-
-def _port_error(port: int, launch: Launch, reason: str) -> MeshError:
-    return MeshError(
-        f"rank {launch.rank} cannot meet the others at port {port}",
-        got=reason,
-        remedy="end what uses the port, or choose another",
-    )
+        raise MeshError(
+            f"rank {launch.rank} cannot meet the others at port {port}",
+            got=os.strerror(error.errno or 0),
+            remedy="end what uses the port, or choose another",
+        ) from None

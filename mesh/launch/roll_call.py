@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ...kernels.errors import MeshError, message
 from ...kernels.network.authentication import CODE_BYTES, code, same, seal, unseal
+from ...kernels.network.stores import has_ended
 from ...kernels.processes import ancestors, gone, namespace
 from .environments import Launch, variables_of
 from .secret import Secret, required
@@ -104,8 +105,12 @@ class RollCall:
 
     def key(self, timeout: float) -> bytes:
         """Sign in, and wait for all other ranks; returns the key of the job."""
-        if self._restarts:
-            return self._key_among_restarts(timeout)
+        try:
+            return self._key_among_restarts(timeout) if self._restarts else self._key_of_all(timeout)
+        except dist.DistNetworkError as error:
+            raise self._lost(str(error).splitlines()[0]) from None
+
+    def _key_of_all(self, timeout: float) -> bytes:
         size = self._launch.size
         self._sign_in()
         found: dict[int, _Signature] = {}
@@ -212,6 +217,8 @@ class RollCall:
 
     def _stay(self) -> None:
         """Write this rank's entry again if somebody without the secret has overwritten it."""
+        if has_ended(self._store):
+            raise self._lost("its connection has ended")
         if self._opened(self._launch.rank, self._store.get(self._name)) is None:
             self._store.set(self._name, self._mine)  # type: ignore[arg-type]
 
@@ -241,6 +248,14 @@ class RollCall:
             remedy="check that all have the same secret, and who else reaches the meeting place"
             if strange
             else "check that they were started, with the same number of ranks and the same meeting place",
+        )
+
+    def _lost(self, why: str) -> MeshError:
+        return MeshError(
+            f"rank {self._launch.rank} has lost the meeting place {self._where} before all {self._launch.size} ranks "
+            "had come",
+            got=why,
+            remedy="see the output of rank 0, or of the launcher that keeps it",
         )
 
     # -- hosts that do not share home directories, and were given no secret --------------------------------------------

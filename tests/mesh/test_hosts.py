@@ -223,6 +223,7 @@ def test_what_is_refused(mesh: Mesh) -> None:
     for options, problem in (
         ({"hosts": "local:2x1"}, "does not fit its hosts"),
         ({"hosts": ["a:2", "a:2"]}, "a host is named twice"),
+        ({"hosts": ["a..b:4"]}, "it is not known where the hosts reach this process"),
         ({"hosts": "local:2x2", "device": "cuda"}, "on CPUs only"),
         ({"hosts": "local:2x2", "backend": "shm"}, "can't be used with hosts"),
     ):
@@ -521,6 +522,19 @@ def test_a_host_whose_process_is_stopped_is_replaced(
     after = mesh.run(os.getpid)
     assert after[:2] == pids[:2] and not {*after[2:]} & {*pids[2:]}
     assert end_within(10.0, pids[2:])
+
+
+def test_a_rank_that_stays_stopped_when_its_call_has_failed_is_replaced(make_mesh: Any) -> None:
+    """It was busy for ever: every later call said that the mesh had not recovered."""
+    mesh = make_mesh({"data": 4}, hosts="local:2x2", timeout=5, grace=1)
+    cut = put(torch.arange(8.0), P("data"), mesh=mesh)
+    assert works(mesh)
+    stopped = mesh.run(os.getpid)[3]
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(PeerLost, match="got no answer for 5 s"):
+        works(mesh)
+    assert end_within(30.0, [stopped])
+    assert works(mesh) and cut.full().tolist() == [*range(8)]
 
 
 def once(name: str, command: Sequence[str], started: list[str]) -> Sequence[str]:

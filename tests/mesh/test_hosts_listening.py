@@ -196,7 +196,13 @@ def test_a_host_that_can_serve_nobody_for_a_while() -> None:
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMD_SECRET", secrets.token_hex())
-    for wrong in (["tcp://a:2"], ["tcp://a:7000:2", "b:2"], ["tcp://a:x:2"], ["tcp://a:7000/x:2"]):
+    for wrong in (
+        ["tcp://a:2"],
+        ["tcp://a:7000:2", "b:2"],
+        ["tcp://a:x:2"],
+        ["tcp://a:7000/x:2"],
+        ["tcp://a..b:7000:2"],
+    ):
         with pytest.raises(MeshError, match="not understood"):
             Mesh({"data": 2}, hosts=wrong)
     for arguments in (["nowhere"], ["127.0.0.1:99999"]):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from fork_server import shared_server
-from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HANGS, run, script
+from scripts import ENDS_WHOLLY, FORKED_CHILDREN, HANGS, run, script, two_ranks
 
 COMMON = """
 import dataclasses
@@ -406,6 +406,29 @@ def test_a_program_ends_though_an_operation_is_under_way(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+OTHERWISE = """
+import os
+from spmd import Mesh, MeshError
+rank = int(os.environ["SPMD_RANK"])
+for options in ({"seed": rank}, {"axes": {"ab"[rank]: 2}}, {"backend": ["gloo", "auto"][rank]}):
+    try:
+        Mesh(timeout=20, **options)
+    except MeshError as error:
+        print(error)
+print(Mesh(timeout=20, threads=1 + rank).size)
+"""
+
+
+def test_ranks_that_are_given_different_arguments_say_so(tmp_path):
+    """With seeds of their own, random numbers that should be the same on all ranks were not."""
+    (out, _), (other, _) = two_ranks(tmp_path, OTHERWISE)
+    assert out == other
+    seed, axes, backend, size = out.splitlines()
+    assert seed.startswith("ranks make their mesh with different seed (got rank 0: 0; rank 1: 1): give Mesh")
+    assert "different axes (got rank 0: {'a': 2}; rank 1: {'b': 2})" in axes
+    assert "different backend (got rank 0: 'gloo'; rank 1: 'auto')" in backend and size == "2"
 
 
 COUNTED = """

@@ -92,7 +92,7 @@ def written(path: Path) -> bytes:
 def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
     """What the processes of each case call."""
     waits = f"timeout = {TIMEOUT}; "
-    port = free_port()
+    port, unmet = free_port(), at(f"tcp://127.0.0.1:{free_port()}")
     environ = "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='{port}'); " + at("env://")
     tcp_store = (
         f"initialize({{rank}}, 2, store=dist.TCPStore('127.0.0.1', {free_port()}, None, {{rank}} == 0, "
@@ -107,6 +107,7 @@ def cases_in(folder: Path, busy: int) -> dict[str, list[str]]:
         "stale": [at(stale_file(folder)).format(rank=0, size=2)],
         "busy": [at(f"tcp://127.0.0.1:{busy}").format(rank=0, size=2)],
         "no rank 1": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=0, size=3)],
+        "rank 0 gives up": [waits + unmet.format(rank=0, size=3), unmet.format(rank=1, size=3)],
         "no rank 0": [waits + at(f"tcp://127.0.0.1:{free_port()}").format(rank=1, size=2)],
         "no rank 0 at a file": [waits + at(f"file://{folder}/alone").format(rank=1, size=2)],
         "twice": [at(f"file://{folder}/twice").format(rank=0, size=2)] * 2,
@@ -168,6 +169,10 @@ FAILURES = {
     "no rank 1": [
         rf"2 of 3 ranks did not come within {TIMEOUT} s: \[1, 2\] \[rank 0, at tcp://.*check that they were started"
     ],
+    "rank 0 gives up": [
+        rf"1 of 3 ranks did not come within {TIMEOUT} s: \[2\]",
+        r"rank 1 has lost the meeting place tcp://\S+ before all 3 ranks had come .*: see the output of rank 0",
+    ],
     "no rank 0": [
         rf"rank 1 of 2 \(from initialize\) found nobody at 127.0.0.1:\d+ within {TIMEOUT} s, where rank 0 should be"
     ],
@@ -216,21 +221,23 @@ def attempt(method, **environ):
         print(error)
 attempt("env://", MASTER_ADDR="localhost")
 attempt("env://", MASTER_PORT="http")
-for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "file:///no/such/folder/file"):
+for method in ("smoke://hill", "tcp://localhost", "tcp://localhost:99999", "tcp://a..b:2000"):
     attempt(method)
+attempt("file:///no/such/folder/file")
+attempt("tcp://no.such.host.invalid:2000")
 """
 
 
 def test_bad_places() -> None:
     status, out, err = run("-c", BAD_PLACES, without=["SPMD_", "MASTER_"])
     assert status == 0, err
-    first, *others, last = out.splitlines()
+    first, *others, file, unknown = out.splitlines()
     assert first == "env:// needs MASTER_ADDR and MASTER_PORT (got no MASTER_PORT)"
-    for line, method in zip(
-        others, ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999"), strict=True
-    ):
+    methods = ("tcp://localhost:http", "smoke://hill", "tcp://localhost", "tcp://localhost:99999", "tcp://a..b:2000")
+    for line, method in zip(others, methods, strict=True):
         assert re.match(f"cannot meet there .*tcp://host:port.*got '{method}'", line), line
-    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", last)
+    assert re.match("rank 0 cannot meet the others at file:///no/such/folder/file .*No such file.*another path", file)
+    assert re.match("rank 0 cannot meet .* at tcp://no.such.host.invalid:2000 .*: name an address of rank 0's", unknown)
 
 
 def test_a_process_with_other_sockets_meets_as_well() -> None:
