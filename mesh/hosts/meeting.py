@@ -98,11 +98,14 @@ class Meeting:
 
     def _compare(self, name: str, link: Link, mine: dict[str, str]) -> None:
         found: Any = []
+        link.connection.settimeout(GREETING_SECONDS)
         with contextlib.suppress(NotOfThisMesh):
             while found == []:
                 found = link.receive()
+        link.connection.settimeout(None)
         if not found or not isinstance(found[0][0], Hello):
-            raise MeshError(f"host {name} has ended as it began", remedy="its error output says why")
+            problem = f"host {name} has ended as it began, or has stopped"
+            raise MeshError(problem, remedy="its error output says why")
         theirs = found[0][0].versions
         for what in mine:
             if theirs.get(what) != mine[what]:

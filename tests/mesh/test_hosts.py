@@ -279,6 +279,26 @@ def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
     assert capfd.readouterr().err == ""
 
 
+def test_a_host_that_stops_when_it_has_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spmd.mesh.hosts.link import dial
+
+    monkeypatch.setattr("spmd.mesh.hosts.meeting.GREETING_SECONDS", 0.2)
+    monkeypatch.setenv("SPMD_INTERFACE", "lo")
+
+    class Silent:
+        hosts = ("a:1", "b:1")
+
+        def start(self, name: str, command: Sequence[str], stdin: bytes) -> Any:
+            told = json.loads(stdin)
+            return dial((told["address"], told["port"]), bytes.fromhex(told["secret"]), told["index"])
+
+        def stop(self, link: Any) -> None:
+            link.close()
+
+    with pytest.raises(MeshError, match="host a has ended as it began, or has stopped: its error output says why"):
+        Mesh({"data": 2}, hosts=Silent())
+
+
 def greeted(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
     """The two ends of a link, or what each says where the secrets differ."""
     from spmd.mesh.hosts.coded import NotOfThisMesh
