@@ -833,6 +833,21 @@ def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
 
 
 @program
+def a_circle(rank: int, size: int) -> None:
+    """All find out that they wait for each other, also one whose peers go on first; other groups go on."""
+    group, x = dist.new_group(), torch.ones(1)
+    dist.all_reduce(x, async_op=True).get_future().wait()  # which leaves a thread that has nothing to do
+    try:
+        dist.recv(x, (rank + 1) % size, group=group)
+    except spmd.CollectiveMismatch as error:
+        assert "all ranks wait for each other, and none goes on" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    dist.all_reduce(y := torch.ones(1))
+    assert y == size
+
+
+@program
 def monitored_barrier(rank: int, size: int) -> None:
     group = dist.group.WORLD
     group.monitored_barrier(datetime.timedelta(seconds=60))

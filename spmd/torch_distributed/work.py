@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
+from ..kernels.shm.stalls import IDLE
 from ..kernels.torch_private import end_event, fail_future, run_as_written
 from ..kernels.waiting import turn
 
@@ -176,6 +177,7 @@ def _plain(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
+_NAME = "spmd-futures"
 _LEAVE_SECONDS = 2.0  # the most that the program's end waits for a callback that does not end
 
 
@@ -206,7 +208,7 @@ class _Futures:
             self._wanted.notify()
         else:
             self._idle += 1
-            thread = threading.Thread(target=self._run, name="spmd-futures", daemon=True)
+            thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -222,8 +224,10 @@ class _Futures:
     def _run(self) -> None:
         while True:
             with self._wanted:
+                threading.current_thread().name = IDLE
                 while not self.over and (self._leads or not self._pending):
                     self._wanted.wait()
+                threading.current_thread().name = _NAME
                 if self.over:
                     return
                 self._leads, self._idle = True, self._idle - 1
