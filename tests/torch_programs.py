@@ -108,9 +108,9 @@ def ddp_hooks(rank: int, size: int) -> None:
         model.register_comm_hook(None, hook)
         train(model, batch(size).chunk(size)[rank])
         same(model.named_parameters(), plain(3, size), atol=2e-2, rtol=2e-2)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.0005)  # several buckets, whose callbacks communicate
     model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
-    train(model, batch(size).chunk(size)[rank])
+    train(model, batch(size).chunk(size)[rank], steps=10)
     mine = model.module.up.weight.detach().clone()
     dist.broadcast(mine, 0)
     assert torch.equal(mine, model.module.up.weight)
@@ -661,6 +661,24 @@ def futures(rank: int, size: int) -> None:
         dist.group.WORLD.get_group_store().wait(["go"])
         late = dist.barrier(async_op=True)
     late.wait()
+
+
+@program
+def callbacks_that_communicate(rank: int, size: int) -> None:
+    """Ranks come to them at different times, and start the same collectives in the same order."""
+    futures, buckets = [], range(6)
+
+    def sum_again(future: torch.futures.Future) -> torch.Tensor:
+        y = future.value()[0].repeat(2)
+        dist.all_reduce(y, async_op=True).get_future().wait()
+        return y
+
+    for bucket in buckets:
+        work = dist.all_reduce(torch.tensor([float(bucket)]), async_op=True)
+        futures.append(work.get_future().then(sum_again))
+        time.sleep(0.02 * ((rank + bucket) % 2))
+    for bucket, future in zip(buckets, futures, strict=True):
+        assert torch.equal(future.wait(), torch.full((2,), float(bucket * size * size)))
 
 
 @program

@@ -27,6 +27,7 @@ from ..kernels.errors import SpecError
 from ..kernels.shm.stalls import IDLE
 from ..kernels.torch_private import end_event, fail_future, run_as_written
 from ..kernels.waiting import turn
+from . import callbacks
 
 # Works that Python dropped before they were over. C++ finds the methods below only while the Python object lives, and
 # may still wait for one that it was given: DDP within `Join` for one a model, from its forward pass to the end of its
@@ -136,7 +137,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = callbacks.Future(self)
             if self._error is None and self._started and _hosted(self._started[0]) and not _futures.over:
                 _futures.add(self)
             else:
@@ -153,6 +154,10 @@ class Work(dist.Work):
             if self._future is None or self._notified:
                 return
             self._notified = True
+        callbacks.run(self, self._complete)
+
+    def _complete(self) -> None:
+        assert self._future is not None
         if self._error is None:
             self._future.set_result(self._result)
         else:
