@@ -392,8 +392,8 @@ def stalls_at_once(monkeypatch: Any, is_alone: Callable[[], bool]) -> list[Any]:
 
     monkeypatch.setattr(stalls, "_SECONDS", 0.0)
     monkeypatch.setattr(stalls, "is_alone", is_alone)
-    words = memoryview(array.array("Q", [0, 1, 1] * 2))
-    return [stalls.Stalls(words, [(0, 1, 2), (3, 4, 5)], rank) for rank in range(2)]
+    words = memoryview(array.array("Q", [0, 1, 1] * 2 + [0, 0]))
+    return [stalls.Stalls(words, [(0, 1, 2, 6), (3, 4, 5, 7)], rank) for rank in range(2)]
 
 
 def gathered(msg: list[tuple[str, int, int]], due: dict[int, list[int]]) -> list[tuple[str, tuple[int, ...]]]:

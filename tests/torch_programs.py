@@ -108,9 +108,9 @@ def ddp_hooks(rank: int, size: int) -> None:
         model.register_comm_hook(None, hook)
         train(model, batch(size).chunk(size)[rank])
         same(model.named_parameters(), plain(3, size), atol=2e-2, rtol=2e-2)
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.0005)  # several buckets, whose callbacks communicate
     model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook)
-    train(model, batch(size).chunk(size)[rank])
+    train(model, batch(size).chunk(size)[rank], steps=10)
     mine = model.module.up.weight.detach().clone()
     dist.broadcast(mine, 0)
     assert torch.equal(mine, model.module.up.weight)
@@ -664,6 +664,24 @@ def futures(rank: int, size: int) -> None:
 
 
 @program
+def callbacks_that_communicate(rank: int, size: int) -> None:
+    """Ranks come to them at different times, and start the same collectives in the same order."""
+    futures, buckets = [], range(6)
+
+    def sum_again(future: torch.futures.Future) -> torch.Tensor:
+        y = future.value()[0].repeat(2)
+        dist.all_reduce(y, async_op=True).get_future().wait()
+        return y
+
+    for bucket in buckets:
+        work = dist.all_reduce(torch.tensor([float(bucket)]), async_op=True)
+        futures.append(work.get_future().then(sum_again))
+        time.sleep(0.02 * ((rank + bucket) % 2))
+    for bucket, future in zip(buckets, futures, strict=True):
+        assert torch.equal(future.wait(), torch.full((2,), float(bucket * size * size)))
+
+
+@program
 def a_wait_with_a_limit(rank: int, size: int) -> None:
     """A wait with its own time limit, which its error names; of coalesced operations, too."""
     group, other, store = dist.new_group(), dist.new_group(), dist.group.WORLD.get_group_store()
@@ -830,6 +848,21 @@ def disagreement_that_nobody_has_waited_for(rank: int, size: int) -> None:
                 assert f"rank {size - 1}: all_reduce float32[{size + 1}]" in str(error), error
             else:
                 raise AssertionError("nothing was raised")
+
+
+@program
+def a_circle(rank: int, size: int) -> None:
+    """All find out that they wait for each other, also one whose peers go on first; other groups go on."""
+    group, x = dist.new_group(), torch.ones(1)
+    dist.all_reduce(x, async_op=True).get_future().wait()  # which leaves a thread that has nothing to do
+    try:
+        dist.recv(x, (rank + 1) % size, group=group)
+    except spmd.CollectiveMismatch as error:
+        assert "all ranks wait for each other, and none goes on" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+    dist.all_reduce(y := torch.ones(1))
+    assert y == size
 
 
 @program

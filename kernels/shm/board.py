@@ -31,7 +31,7 @@ _ABORT, _GENERATION = 0, 1
 # words of a status page
 _ABORTED, _REGION, _ACTIVE, _PID, _TEXT_LENGTH, _QUIET, _REASON_LENGTH, _TOP, _BELL = 0, 1, 2, 3, 4, 5, 6, 7, 8
 _DEBUGGED, _OVERWRITTEN, _STACKS = 10, 11, 12  # from 10 on, since a bell takes two words
-_BEGUN, _DONE, _STALL, _DISPUTE_LENGTH = 13, 14, 15, 16
+_BEGUN, _DONE, _STALL, _DISPUTE_LENGTH, _FOUND = 13, 14, 15, 16, 17
 _TRACED_SECONDS = 1.0  # between looks whether a rank is traced
 
 
@@ -54,7 +54,8 @@ class Board:
         self._own = self._status(rank)
         self.bells = Bells(self.words, self.address, [self._status(each) + _BELL for each in range(size + 1)], rank)
         pages = map(self._status, range(size))
-        self.stalls = Stalls(self.words, [(page + _STALL, page + _REGION, page + _ACTIVE) for page in pages], rank)
+        places = [(page + _STALL, page + _REGION, page + _ACTIVE, page + _FOUND) for page in pages]
+        self.stalls = Stalls(self.words, places, rank)
         self.generation = self.words[_GENERATION]
         self._peers: dict[int, int] = {}  # participant -> pidfd
         self._calls = ["", ""]
@@ -185,7 +186,7 @@ class Board:
         """Note that this rank has waited in vain so far, for `what`, and raise if all ranks wait for each other."""
         self.set_waiting(what)
         if self.has_all_ranks and self.stalls.all_wait(steps):
-            calls = {rank: self.status(rank) for rank in range(self.size)}
+            calls = {rank: self.status(rank) or "has found this out" for rank in range(self.size)}
             raise all_wait({**calls, self.rank: f"waiting in {what} at {call_site()}"})
 
     def begin_task(self) -> None:

@@ -2,7 +2,9 @@
 
 A rank that waits counts, on its page of the board, how often it has looked in vain. If all ranks of the mesh wait, and
 each has looked often since one of them last began to wait or went on with anything, then nothing will come: whatever a
-wait gets comes from a rank. Invariant: a rank that is stopped, or that computes, is not taken for one that waits.
+wait gets comes from a rank. The rank that finds it out first publishes what all were in, so that the others, which may
+not see it wait any longer, find it out as well. Invariant: a rank that is stopped, or that computes, is not taken for
+one that waits.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from collections.abc import Sequence
 _SECONDS = 1.0  # that all ranks wait until it is clear
 _LOOKS = 10  # of each rank, in that time
 _HALF = 32
-_BESIDE = {"spmd-nccl-watchdog", "spmd-mailbox", "spmd-progress"}  # threads that do no rank's part in anything
+IDLE = "spmd-idle"  # the name of a thread that does something only after another thread of its process has
+_BESIDE = {IDLE, "spmd-nccl-watchdog", "spmd-mailbox", "spmd-progress"}  # threads that do no rank's part in anything
 
 
 class Stalls:
@@ -23,13 +26,14 @@ class Stalls:
 
     Args:
         words: of the board.
-        places: the index of each rank's word, of its region, and of whether it is in it.
+        places: the index of each rank's word, of its region, of whether it is in it, and of what it has found out.
         rank: this rank's number among them.
     """
 
-    def __init__(self, words: memoryview, places: Sequence[tuple[int, int, int]], rank: int):
+    def __init__(self, words: memoryview, places: Sequence[tuple[int, int, int, int]], rank: int):
         self._words, self._places, self._rank = words, tuple(places), rank
-        self._before: tuple[object, list[int], float] = None, [], 0.0  # what all were in, their looks, since when
+        # What all were in, this as a number, their looks, since when.
+        self._before: tuple[list[int], list[tuple[int, int]], int, list[int], float] = [], [], 0, [], 0.0
         self._steps = 0
         if rank < len(self._places):
             self.end()  # of the process before this one
@@ -48,18 +52,30 @@ class Stalls:
             self._steps = steps
         at, now, words = self._places[self._rank][0], time.monotonic(), self._words
         words[at] = (words[at] | 1 << _HALF) + 1
-        found = [divmod(words[its], 1 << _HALF) for its, _, _ in self._places]
-        regions = [(words[region], words[active]) for _, region, active in self._places]
+        found = [divmod(words[its], 1 << _HALF) for its, *_ in self._places]
+        regions = [(words[region], words[active]) for _, region, active, _ in self._places]
         waits, looks = [wait for wait, _ in found], [count for _, count in found]
-        if (waits, regions) != self._before[0]:
-            self._before = (waits, regions), looks, now
-        _, before, since = self._before
-        return (
+        known, known_regions, number, before, since = self._before
+        if (waits, regions) != (known, known_regions):
+            if known and known[self._rank] == waits[self._rank] and self._is_found(number):
+                self.end()  # the program may go on, and wait for something else
+                return True
+            number = hash((*waits, *regions)) & (1 << 64) - 1
+            self._before = waits, regions, number, before, since = waits, regions, number, looks, now
+        all_waited = (
             now - since >= _SECONDS
             and all(wait % 2 for wait in waits)
             and set(regions) == {(regions[self._rank][0], 1)}
             and all(count - earlier >= _LOOKS for count, earlier in zip(looks, before, strict=True))
         )
+        if all_waited:
+            words[self._places[self._rank][3]] = number
+            self.end()
+        return all_waited
+
+    def _is_found(self, number: int) -> bool:
+        """Whether a rank has found out that all waited when they were in this; it has gone on since."""
+        return number in [self._words[found] for *_, found in self._places]
 
     def end(self) -> None:
         """Note that a wait is over."""

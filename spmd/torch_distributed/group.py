@@ -20,6 +20,7 @@ from ..kernels.torch_private import begin_event, end_event, run_as_written
 from . import sparse, vouched
 from .arguments import check_own, exchanged, listed, one, parts, reducing, reduction, rooted
 from .barrier import MonitoredBarrier
+from .callbacks import await_callbacks
 from .registration import DEVICES, NAME
 from .work import Work, close
 from .world import World
@@ -53,10 +54,7 @@ class ProcessGroup(_Base):
     def getBackendName(self) -> str:
         return NAME
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
+    group_name = property(lambda self: self._name)
     _device_types = property(lambda self: list(map(torch.device, DEVICES)))
     supports_splitting = False  # asked when a group is made on a bound device; `new_group` then works as on others
 
@@ -135,6 +133,7 @@ class ProcessGroup(_Base):
         event = begin_event(f"{NAME}:{name}", list(tensors))
         try:
             comm = self._comm(tensors[0].device.type if tensors else "cpu")
+            await_callbacks(comm, name)
             started = self.world.followed(name, self._ranks, lambda: start(comm, asynchronous), tensors, result)
         except BaseException as error:
             if event is not None:

@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from ..kernels.communicator import Communicator
 from ..kernels.errors import SpecError
+from ..kernels.shm.stalls import IDLE
 from ..kernels.torch_private import end_event, fail_future, run_as_written
 from ..kernels.waiting import turn
+from . import callbacks
 
 # Works that Python dropped before they were over. C++ finds the methods below only while the Python object lives, and
 # may still wait for one that it was given: DDP within `Join` for one a model, from its forward pass to the end of its
@@ -135,7 +137,7 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = callbacks.Future(self)
             if self._error is None and self._started and _hosted(self._started[0]) and not _futures.over:
                 _futures.add(self)
             else:
@@ -152,6 +154,10 @@ class Work(dist.Work):
             if self._future is None or self._notified:
                 return
             self._notified = True
+        callbacks.run(self, self._complete)
+
+    def _complete(self) -> None:
+        assert self._future is not None
         if self._error is None:
             self._future.set_result(self._result)
         else:
@@ -176,6 +182,7 @@ def _plain(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
+_NAME = "spmd-futures"
 _LEAVE_SECONDS = 2.0  # the most that the program's end waits for a callback that does not end
 
 
@@ -206,7 +213,7 @@ class _Futures:
             self._wanted.notify()
         else:
             self._idle += 1
-            thread = threading.Thread(target=self._run, name="spmd-futures", daemon=True)
+            thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -222,8 +229,10 @@ class _Futures:
     def _run(self) -> None:
         while True:
             with self._wanted:
+                threading.current_thread().name = IDLE
                 while not self.over and (self._leads or not self._pending):
                     self._wanted.wait()
+                threading.current_thread().name = _NAME
                 if self.over:
                     return
                 self._leads, self._idle = True, self._idle - 1

@@ -608,6 +608,18 @@ def test_looks_before_another_thread_had_begun_do_not_count(monkeypatch: pytest.
     assert any(rank.all_wait(0) or other.all_wait(0) for _ in range(20))
 
 
+def test_what_one_rank_has_found_out_the_others_find_out_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the first one does not wait any more; but not of a wait that has begun since."""
+    for waits_anew in (False, True):
+        rank, other = stalls_at_once(monkeypatch, lambda: True)
+        assert not rank.all_wait(0) and not other.all_wait(0) and not rank.all_wait(0)
+        assert not any(other.all_wait(0) for _ in range(20))
+        assert any(rank.all_wait(0) for _ in range(20))
+        if waits_anew:
+            other.end()
+        assert other.all_wait(0) is not waits_anew
+
+
 def test_the_first_operation_of_a_group_advances_what_is_under_way(shared_mesh: Callable[..., Mesh]) -> None:
     """The first rank of the group waits for the sum, of which the other one has a part to do."""
     mesh = shared_mesh({"data": 2}, backend="shm")
