@@ -74,7 +74,7 @@ def call(
         tree: (args, kwargs).
         flat: the leaves and the structure of `tree`, if the caller has them.
     """
-    layout, settings = mesh.layout, ambient()
+    settings = ambient()
     if counted.thread.asked:
         counted.note_mesh(mesh)
     session: Any = mesh.driver if mesh.is_driver else mesh.session
@@ -82,6 +82,7 @@ def call(
         if (resizing := session.resizing) is not None:
             resizing.switch_if_ready()
         session.shipped.follow_reloads()
+    layout = mesh.layout
     calls = session.calls.get(callee.holder)
     if calls is None:
         calls = session.calls[callee.holder] = Calls()
