@@ -40,7 +40,8 @@ class Transport(Protocol):
 
 
 def send(comm: Transport, tensor: torch.Tensor, dst: int, tag: int) -> Steps:
-    return comm._send(as_bytes(tensor), dst, tag, *comm.stamp(tensor))
+    # Not before the first step: a communicator that the mesh has recovered is opened afresh until then.
+    return (yield from comm._send(as_bytes(tensor), dst, tag, *comm.stamp(tensor)))
 
 
 def recv(comm: Transport, tensor: torch.Tensor, src: int | None, tag: int, *stamp: int) -> Steps:

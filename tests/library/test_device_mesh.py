@@ -177,6 +177,26 @@ def test_groups_that_a_failed_region_leaves_are_destroyed(mesh: spmd.Mesh) -> No
     assert mesh.run(total) == [4] * 4
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_message_is_the_first_operation_after_a_failure(make_mesh: Any, backend: str) -> None:
+    """It goes by what its group has opened afresh, not by what it had before."""
+    mesh = make_mesh({"data": 2}, backend=backend)
+
+    def exchange(fails: bool) -> float:
+        received, other = torch.zeros(1), 1 - mesh.device_mesh.get_rank()
+        work = dist.isend(torch.full((1,), 2.0 - other), other)
+        dist.recv(received, other)
+        work.wait()
+        if fails:
+            raise ValueError("on purpose")
+        return float(received)
+
+    assert mesh.run(exchange, False) == [2.0, 1.0]
+    with pytest.raises(ValueError, match=r"on purpose"):
+        mesh.run(exchange, True)
+    assert mesh.run(exchange, False) == [2.0, 1.0]
+
+
 def test_compiled_code_reads_it(make_mesh: Any) -> None:
     """Also the first time, which makes process groups: the compiler leaves that as it is."""
     mesh = make_mesh({"data": 2})
