@@ -682,6 +682,26 @@ def callbacks_that_communicate(rank: int, size: int) -> None:
 
 
 @program
+def a_callback_that_waits_for_the_program(rank: int, size: int) -> None:
+    """It is waited for no longer than for a rank."""
+    group, store = dist.new_group(timeout=datetime.timedelta(seconds=3)), dist.group.WORLD.get_group_store()
+    if rank:
+        store.wait(["begun"])
+        dist.all_reduce(torch.ones(1), group=group)
+        return
+    on = threading.Event()
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().then(lambda future: on.wait(60))
+    store.set("begun", "1")
+    try:
+        dist.barrier(group=group)
+    except spmd.MeshError as error:
+        assert "a callback of the future of an earlier operation of this group has not ended (got 3 s)" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    on.set()
+
+
+@program
 def a_wait_with_a_limit(rank: int, size: int) -> None:
     """A wait with its own time limit, which its error names; of coalesced operations, too."""
     group, other, store = dist.new_group(), dist.new_group(), dist.group.WORLD.get_group_store()

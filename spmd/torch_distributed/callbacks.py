@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels.communicator import Communicator
+from ..kernels.errors import MeshError
 from ..kernels.torch_private import run_as_written
 
 _MESSAGES = ("send", "recv", "recvAnySource")  # begun in any order
@@ -62,7 +63,11 @@ class _UnderWay:
     def wait(self, comm: Communicator) -> None:
         if self._works and not self._is_inside():
             with self._changed:
-                self._changed.wait_for(lambda: all(work.comm is not comm for work in self._works))
+                over = self._changed.wait_for(lambda: all(work.comm is not comm for work in self._works), comm.timeout)
+            if not over:
+                problem = "a callback of the future of an earlier operation of this group has not ended"
+                remedy = "let it wait for nothing that the program does after the next operation"
+                raise MeshError(problem, got=f"{comm.timeout:g} s", remedy=remedy)
 
     def _is_inside(self) -> bool:
         return getattr(self._here, "inside", False)
