@@ -79,6 +79,14 @@ class Meeting:
         mine = versions()
         for index, name in enumerate(names):
             self._compare(name, self._links[index], mine)
+        kinds = {self._links[index].connection.family: name for index, name in enumerate(names)}
+        if len(kinds) > 1:  # Gloo can't connect their ranks
+            raise MeshError(
+                "some hosts are reached by IPv4 and others by IPv6",
+                got=" and ".join(kinds.values()),
+                where="Mesh(hosts=)",
+                remedy="name them all by addresses of one kind",
+            )
         return [(name, self._links[index], self._handles[index]) for index, name in enumerate(names)]
 
     def hand_over(self) -> None:

@@ -31,9 +31,11 @@ pytestmark = pytest.mark.long
 
 
 @contextlib.contextmanager
-def listening(count: int, environ: dict[str, str]) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:
+def listening(
+    count: int, environ: dict[str, str], address: str = "127.0.0.1"
+) -> Iterator[tuple[list[str], list[subprocess.Popen]]]:
     """So many hosts, at ports of their own choice: as `Mesh(hosts=)` takes them without numbers of ranks."""
-    command = [sys.executable, "-m", "spmd", "host", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "spmd", "host", "--listen", f"{address}:0"]
     started = [
         subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
         for _ in range(count)
@@ -42,7 +44,7 @@ def listening(count: int, environ: dict[str, str]) -> Iterator[tuple[list[str], 
         found = []
         for one in started:
             assert one.stdout is not None
-            found.append(f"tcp://127.0.0.1:{one.stdout.readline().split()[-1]}")
+            found.append(f"tcp://{address}:{one.stdout.readline().split()[-1]}")
         yield found, started
     finally:
         for one in started:
@@ -66,6 +68,15 @@ def mesh(hosts: list[str]) -> Iterator[Mesh]:
 
 def test_training_is_that_of_one_host(mesh: Mesh, shared_mesh: Callable[..., Mesh]) -> None:
     assert trained(mesh, 4) == trained(shared_mesh({"data": 2}), 4)
+
+
+def test_hosts_of_both_kinds_of_addresses(hosts: list[str]) -> None:
+    says = r"some hosts are reached by IPv4 .* \(got tcp://127.* and tcp://\[::1\]"
+    with (
+        listening(1, {"SPMD_SECRET": os.environ["SPMD_SECRET"]}, "[::1]") as (others, _),
+        pytest.raises(MeshError, match=says),
+    ):
+        Mesh({"data": 2}, hosts=[f"{hosts[0]}:1", f"{others[0]}:1"])
 
 
 def test_ranks_reach_the_store_by_their_own_host(mesh: Mesh, hosts: list[str]) -> None:
