@@ -46,7 +46,7 @@ class Rank(Owned):
     def __init__(self, rank: int, request: RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
         super().__init__()
         self.rank = rank
-        self.alive, self.ready = True, False
+        self.alive, self.ready, self.stopped = True, False, False  # of ranks on other hosts, whether they are stopped
         self.ends = ""  # why it ends, if that is known before it does
         self.pipes: dict[str, int] = {}
         self._memory_kills = memory_kills()

@@ -4,8 +4,9 @@ A death is noticed at once, and being slow is no fault. A rank is stuck if someb
 it begins no task or region, uses no processor time and does not wait for a processor (nor do its readers, or what it
 has started). Ranks that wait for others in a collective poll many times a second, so they are not stuck. Nor is a rank
 that may be waiting, at a lock file say, for a program that another rank has started, as compilers do. Where only remote
-objects may be waited for, a rank is stuck if it is stopped, since methods may wait as long as they like. Invariant: a
-rank that a debugger traces, or that is at a debugger's prompt, is left alone, and so are its peers.
+objects may be waited for, a rank is stuck if it is stopped, since methods may wait as long as they like. So is one on
+another host, of which more is not known. Invariant: a rank that a debugger traces, or that is at a debugger's prompt,
+is left alone, and so are its peers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from ...kernels.processes import stat_of, status_of
 from ..display.stacks import stacks_of
+from .ranks import Rank
 from .session_view import Session
 
 LOOKS = 8  # how often to look in the grace time
@@ -69,6 +71,7 @@ class Stuck:
         self.pause = min(1.0, grace / LOOKS)
         self._next = 0.0
         self._marks: dict[int, _Mark] = {}
+        self._stopped: dict[int, float] = {}  # processes on other hosts: since when they are stopped and waited for
         self.killed: dict[int, str] = {}
 
     def look(self) -> None:
@@ -78,6 +81,7 @@ class Stuck:
             return
         if now - self._next > 2 * self.pause:
             self._marks.clear()  # the last look was long ago: perhaps this process itself was stopped
+            self._stopped.clear()
         self._next = now + self.pause
         session = self._session
         with session.lock:
@@ -85,7 +89,10 @@ class Stuck:
             board = ranks.arena
         if awaited or session.node.awaits:  # objects on any rank may be waited for, by the driver or by other ranks
             awaited = dict.fromkeys(range(len(ranks.all)), (0, False)) | awaited
-        if board is None or (awaited and board.in_debugger()):
+        if board is None:
+            self._look_elsewhere([ranks.all[rank] for rank in awaited], now)
+            return
+        if awaited and board.in_debugger():
             self._marks.clear()
             return
         for rank in set(self._marks).difference(awaited):
@@ -114,6 +121,14 @@ class Stuck:
                 idle = "was stopped" if stopped else "did nothing"
                 self._kill(rank, pid, f"{idle} for {self._grace:g} s while it was waited for")
 
+    def _look_elsewhere(self, awaited: Iterable[Rank], now: float) -> None:
+        """Kill ranks on other hosts that are stopped; their hosts tell every few seconds which are."""
+        ranks = {one.pid: one.rank for one in awaited if one.alive and one.stopped}
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in ranks}
+        late = [pid for pid, since in self._stopped.items() if now - since >= self._grace and pid not in self.killed]
+        for pid in late if late and not self._session.ranks.in_debugger() else ():
+            self._kill(ranks[pid], pid, f"was stopped for {self._grace:g} s while it was waited for")
+
     def end_timed_out(self, ranks: Iterable[int], seconds: float) -> None:
         """Kill ranks that are still in a call `seconds` after it has failed and was interrupted, if that is longer than
         the grace.
@@ -134,10 +149,9 @@ class Stuck:
     def end_stopped(self, ranks: Iterable[int]) -> None:
         """Kill those of these ranks, which are to leave the mesh, that are stopped, though not by a debugger."""
         board = self._session.ranks.arena
-        for rank in () if board is None or board.in_debugger() else ranks:
+        for rank in () if self._session.ranks.in_debugger() else ranks:
             one = self._session.ranks.all[rank]
-            status = status_of(one.pid)
-            if status is not None and status["State"].startswith("T") and status["TracerPid"] == "0":
+            if one.stopped if board is None else is_stopped(one.pid):
                 self.killed[one.pid] = "was killed: it was stopped when it was to leave the mesh"
                 one.signal(signal.SIGKILL)
 
@@ -151,6 +165,12 @@ class Stuck:
             sys.stderr.flush()
         self._marks.pop(rank, None)
         self._session.ranks.all[rank].signal(signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, though not by a debugger."""
+    status = status_of(pid)
+    return status is not None and status["State"].startswith("T") and status["TracerPid"] == "0"
 
 
 class _Use(NamedTuple):

@@ -34,6 +34,7 @@ from ..driver import spawn
 from ..driver.ranks import Rank
 from ..driver.sockets import RankSockets
 from ..driver.spawn import ForkedProcess, Zygote
+from ..driver.stuck import is_stopped
 from ..failure import capture
 from ..rank import descriptors, zygote
 from ..resizing.shares import Offered
@@ -194,6 +195,10 @@ class Host:
         rows = status.of_board(self._arena, self._members)
         return protocol.Report(tuple(dataclasses.astuple(row) for row in rows), "")
 
+    def stopped(self) -> tuple[int, ...]:
+        """The processes of ranks that are stopped, though not by a debugger."""
+        return tuple(rank.pid for rank in [*self._ranks.values()] if rank.alive and is_stopped(rank.pid))
+
     # -- from ranks ----------------------------------------------------------------------------------------------------
 
     def _take(self, rank: Rank, packets: Iterable[wire.Packet]) -> None:
@@ -308,7 +313,7 @@ def hold(link: Link, secret: bytes) -> None:
     try:
         host.start(begin.ranks)
         # A thread, since this one may take long for a message; not before, since what has threads must not be forked.
-        threading.Thread(target=_pulse, args=(link,), name="spmd-pulse", daemon=True).start()
+        threading.Thread(target=_pulse, args=(link, host), name="spmd-pulse", daemon=True).start()
         for message, content in rest:
             host.handle(message, content)
         with contextlib.suppress(NotOfThisMesh):
@@ -317,8 +322,8 @@ def hold(link: Link, secret: bytes) -> None:
         host.close()
 
 
-def _pulse(link: Link) -> None:
+def _pulse(link: Link, host: Host) -> None:
     """A thread's main function: tell the driver regularly that this process is neither stopped nor out of reach."""
     while not link.ended:
-        link.send(protocol.Pulse())
+        link.send(protocol.Pulse(host.stopped()))
         time.sleep(protocol.PULSE_SECONDS)

@@ -239,7 +239,9 @@ class PartsSent(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse(Message):
-    """From a host to the driver, regularly: it is alive."""
+    """From a host to the driver, regularly: it is alive; and which of its ranks' processes are stopped."""
+
+    stopped: tuple[int, ...]
 
 
 _codec = Codec(

@@ -36,7 +36,7 @@ class RemoteRank(Rank):
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
         self.rank, self.pid, self._host = rank, pid, host
-        self.alive, self.ready, self.region = True, False, -1
+        self.alive, self.ready, self.stopped, self.region = True, False, False, -1
         self.pipes: dict[str, int] = {}
         self._how = ""
 
@@ -179,6 +179,8 @@ class RankHost:
             self.inbox.put("answer", [self._ranks[rank] for rank in msg.ranks], content)
         elif isinstance(msg, protocol.Pulse):
             self.heard = time.monotonic()
+            for rank in self._ranks.values():
+                rank.stopped = rank.pid in msg.stopped
         elif isinstance(msg, protocol.Printed):
             self.inbox.put(msg.stream, (self._ranks[msg.rank],), content)
         elif isinstance(msg, protocol.Died):

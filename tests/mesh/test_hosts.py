@@ -544,16 +544,35 @@ def test_a_host_whose_process_is_stopped_is_replaced(
     assert end_within(10.0, pids[2:])
 
 
-def test_a_rank_that_stays_stopped_when_its_call_has_failed_is_replaced(make_mesh: Any) -> None:
+def test_a_rank_on_another_host_that_is_stopped_is_replaced(make_mesh: Any) -> None:
+    mesh = make_mesh({"data": 4}, hosts="local:2x2", grace=0.5)
+    cut, count = put(torch.arange(8.0), P("data"), mesh=mesh), spmd(lambda x: psum(x, "data"), mesh=mesh)
+    for retires in (False, True):
+        stopped = mesh.run(os.getpid)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        if retires:
+            mesh.retire(1)
+        assert float(count(torch.ones(()))) == mesh.size and cut.full().tolist() == [*range(8)]
+        assert end_within(30.0, [stopped])
+
+
+def test_a_rank_that_stays_in_a_call_that_has_failed_is_replaced(make_mesh: Any) -> None:
     """It was busy for ever: every later call said that the mesh had not recovered."""
     mesh = make_mesh({"data": 4}, hosts="local:2x2", timeout=5, grace=1)
     cut = put(torch.arange(8.0), P("data"), mesh=mesh)
     assert works(mesh)
-    stopped = mesh.run(os.getpid)[3]
-    os.kill(stopped, signal.SIGSTOP)
+    pid = mesh.run(os.getpid)[3]
+
+    @spmd(mesh=mesh)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        while mesh.rank == 3:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(1000)
+        return psum(x, "data")
+
     with pytest.raises(PeerLost, match="got no answer for 5 s"):
-        works(mesh)
-    assert end_within(30.0, [stopped])
+        float(step(torch.ones(())))
+    assert end_within(30.0, [pid])
     assert works(mesh) and cut.full().tolist() == [*range(8)]
 
 
