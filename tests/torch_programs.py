@@ -679,6 +679,20 @@ def callbacks_that_communicate(rank: int, size: int) -> None:
         time.sleep(0.02 * ((rank + bucket) % 2))
     for bucket, future in zip(buckets, futures, strict=True):
         assert torch.equal(future.wait(), torch.full((2,), float(bucket * size * size)))
+    works = [dist.all_reduce(torch.tensor([float(bucket)]), async_op=True) for bucket in buckets]
+    futures = []
+    for bucket, work in zip(buckets, works, strict=True):  # all works are under way before the first callback
+        time.sleep(0.02 * ((rank + bucket) % 2))
+        futures.append(work.get_future().then(sum_again))
+    for bucket, future in zip(buckets, futures, strict=True):
+        assert torch.equal(future.wait(), torch.full((2,), float(bucket * size * size)))
+    before, after = (rank - 1) % size, (rank + 1) % size
+    if size > 1:  # a message may come after the next collective
+        x = torch.zeros(1)
+        received = dist.irecv(x, before).get_future().then(lambda future: float(x))
+        dist.barrier()
+        dist.isend(torch.full((1,), float(rank)), after).wait()
+        assert received.wait() == before
 
 
 @program

@@ -204,7 +204,8 @@ class Answers(Owned):
             for values in task.again.call.values:
                 if values.read is not None:  # they are read again when they are needed next
                     values.not_read(rank for rank in task.ranks if task.answers.get(rank, ("lost",))[0] != "ok")
-        session.pending.settle(task, failure, generation=generation, seen=self._recovery.interrupted)
+        seen, keeps = self._recovery.interrupted, self._recovery.under_way and task.region > 0
+        session.pending.settle(task, failure, generation=generation, seen=seen, keeps=keeps)
         session.changed.notify_all()
         if (arena := session.ranks.arena) is not None:
             if arena.given.dropped:

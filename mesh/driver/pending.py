@@ -219,14 +219,23 @@ class Pending:
             if rank in task.ranks:
                 task.answers.setdefault(rank, ("lost", None))
 
-    def settle(self, task: Task, failure: Outcome = None, *, generation: int | None = None, seen: bool = False) -> None:
+    def settle(
+        self,
+        task: Task,
+        failure: Outcome = None,
+        *,
+        generation: int | None = None,
+        seen: bool = False,
+        keeps: bool = False,
+    ) -> None:
         """Make a task's outcome known; ranks that have not answered stay busy with it.
 
         Args:
             generation: the generation that failed with it.
             seen: the user knows of the failure already.
+            keeps: the task stays among `tasks` until the mesh has recovered: it may be why others are stopped.
         """
-        if task.complete:
+        if task.complete and not keeps:
             self.tasks.pop(task.number, None)
         task.generation = generation
         task.settle(failure)

@@ -153,19 +153,28 @@ class Recovery:
             if self.answers.all_settled(INTERRUPT_SECONDS) or session.closed:
                 return
             with session.lock:
-                self.interrupted = not self.under_way  # else a failure came first, and is reported
-                self.begin("interrupted by the user")
-                warned = False
-                while self.under_way and session.closed is None:
-                    self.signal_busy()
-                    over = session.changed.wait_for(lambda: not self.under_way or session.closed, WAIT_SECONDS)
-                    if not over and not warned:
-                        warned = True
-                        print(self._waits(), file=sys.stderr, flush=True)
+                left = [task for task in session.pending.tasks.values() if not task.settled.is_set()]
+                while True:
+                    # If a failure came first, it is reported, and what it has stopped may run again.
+                    self.interrupted = not self.under_way
+                    self.begin("interrupted by the user")
+                    self._await_quiet()
+                    if session.closed is not None or all(task.settled.is_set() for task in left):
+                        break
         except KeyboardInterrupt:
             count = len(session.values)
             session.shut(f"killed by a second Ctrl-C; {count} values that were on it are lost")
             raise KeyboardInterrupt(f"mesh killed: {count} values that were on its ranks are lost") from None
+
+    def _await_quiet(self) -> None:
+        """Interrupt the ranks until all are quiet, and the next generation has begun; the lock must be held."""
+        session, warned = self._session, False
+        while self.under_way and session.closed is None:
+            self.signal_busy()
+            over = session.changed.wait_for(lambda: not self.under_way or session.closed, WAIT_SECONDS)
+            if not over and not warned:
+                warned = True
+                print(self._waits(), file=sys.stderr, flush=True)
 
     def _waits(self) -> str:
         busy = sorted(self._session.pending.busy())

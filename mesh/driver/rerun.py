@@ -39,13 +39,13 @@ def to_rerun(
     found: list[Task] = []
     at_fault, void = set[threading.Thread](), set[Task | None]()
     for task in sorted(tasks, key=_order):
-        if task.settled.is_set() or task.fine:
+        if task.fine:
             continue
         raised = task.raised
         if raised and task.region:
             at_fault.add(task.caller)
         skipped = task.region and task.caller in at_fault
-        if raised or skipped or task.again is None or void & _made_by(task.again.call):
+        if raised or skipped or task.settled.is_set() or task.again is None or void & _made_by(task.again.call):
             void.add(task)
             continue
         if task.region and overwritten(task.region):

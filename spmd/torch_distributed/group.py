@@ -20,7 +20,7 @@ from ..kernels.torch_private import begin_event, end_event, run_as_written
 from . import sparse, vouched
 from .arguments import check_own, exchanged, listed, one, parts, reducing, reduction, rooted
 from .barrier import MonitoredBarrier
-from .callbacks import await_callbacks
+from .callbacks import MESSAGES, await_callbacks
 from .registration import DEVICES, NAME
 from .work import Work, close
 from .world import World
@@ -140,7 +140,7 @@ class ProcessGroup(_Base):
                 end_event(event)
             raise self._failed(error) from None
         works = [] if not asynchronous else started if isinstance(started, list) else [started]
-        work = Work(comm, works, result, self._failed, event)
+        work = Work(comm, works, result, self._failed, event, is_message=name in MESSAGES)
         if not works:
             work.is_completed()
         if self._coalesced is not None:
@@ -152,7 +152,8 @@ class ProcessGroup(_Base):
 
     def _end_coalescing(self, device: Any) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Work(works[0].comm if works else self._comm("cpu"), works, [], self._failed)
+        comm, messages = works[0].comm if works else self._comm("cpu"), all(work.is_message for work in works)
+        return Work(comm, works, [], self._failed, is_message=messages)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 

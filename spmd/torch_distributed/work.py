@@ -45,6 +45,7 @@ class Work(dist.Work):
         result: the tensors that it gives.
         failed: told an error, returns what to raise.
         event: of a profiler, to be ended when the operation is.
+        is_message: whether it is a message, no collective.
     """
 
     def __init__(
@@ -54,8 +55,11 @@ class Work(dist.Work):
         result: Any,
         failed: Callable[[BaseException], BaseException],
         event: Any = None,
+        *,
+        is_message: bool = False,
     ):
         super().__init__()
+        self.is_message = is_message
         self.comm, self._started, self._result, self._failed = comm, list(started), result, failed
         self._error: BaseException | None = None
         self._source: Any = None

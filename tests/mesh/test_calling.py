@@ -660,6 +660,40 @@ def test_calls_that_another_threads_failure_stops(make_mesh, on_loss):
     assert float(step(put(one, mesh=mesh))) == 2
 
 
+def test_a_long_step_that_another_threads_failure_stops_runs_again(make_mesh, tmp_path):
+    """Its ranks are still in it when the other thread is told of the failure."""
+    mesh, failed = make_mesh({"data": 2}), []
+    sent, begun = tmp_path / "sent", tmp_path / "begun"
+
+    def await_file(path):
+        while not path.exists():
+            time.sleep(0.01)
+
+    def fail():
+        sent.touch()
+        await_file(begun)
+        raise ValueError("mine")
+
+    @spmd(mesh=mesh)
+    def step(x):
+        if mesh.rank == 0 and not begun.exists():
+            begun.touch()
+            time.sleep(30)
+        return psum(x, "data")
+
+    def call():
+        with pytest.raises(ValueError, match="mine"):
+            mesh.run(fail, ranks=[1])
+        failed.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    await_file(sent)
+    assert float(step(torch.ones(()))) == 2
+    thread.join(10)
+    assert failed
+
+
 def test_a_call_that_waits_for_another_threads_does_not_raise_its_error(make_mesh):
     """Of calls under way there are few: a call waits for the oldest, whoever made it."""
     mesh = make_mesh({"data": 2})

@@ -223,6 +223,60 @@ def test_what_python_cannot_interrupt(tmp_path):
     )
 
 
+STOPPED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch
+from spmd import Mesh, psum, spmd
+
+mesh, sent, begun, ended = Mesh({"data": 2}), *map(Path, sys.argv[1:])
+
+def await_file(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+def fail():
+    sent.touch()
+    await_file(begun)
+    raise ValueError("mine")
+
+@spmd(mesh=mesh)
+def step(x):
+    if mesh.rank == 0:
+        begun.touch()
+        time.sleep(20)
+        ended.touch()
+    return psum(x, "data")
+
+def call():
+    try:
+        mesh.run(fail, ranks=[1])
+    except ValueError as error:
+        print(error)
+
+def press():
+    await_file(begun)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threads = [threading.Thread(target=call), threading.Thread(target=press)]
+for thread in threads:
+    thread.start()
+await_file(sent)
+try:
+    step(torch.ones(()))
+except KeyboardInterrupt:
+    print("interrupted", mesh.run(lambda: 1), ended.exists())
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_call_that_another_threads_failure_has_stopped_does_not_run_again_after_ctrl_c(tmp_path):
+    status, out, err = run(script(tmp_path, STOPPED), *(str(tmp_path / name) for name in ("sent", "begun", "ended")))
+    assert (status, sorted(out.splitlines())) == (0, ["interrupted [1, 1] False", "mine"]), err
+
+
 def test_a_block_that_is_not_interrupted():
     done = []
     with pytest.raises(KeyboardInterrupt):
