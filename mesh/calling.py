@@ -100,7 +100,7 @@ def call(
     given = spans if callee.donates else ()
     try:
         if mesh.layout is not layout:  # since what is ready now was made for that
-            raise Resized("the mesh has got another size", where=mesh.describe(), remedy="call again")
+            raise Resized(mesh.describe())
         compiled, held = _compiled(mesh, session, callee, calls, ready)
         inputs = (ready.leaves, spans) if not held else _with_held(ready.leaves, spans, held)
         results = compiled(*inputs, given, key, this, check=callee.check)

@@ -35,6 +35,9 @@ _SETTLED.set()
 class Resized(MeshError):
     """A call was not sent, since another thread has given the mesh another size than the call was made for."""
 
+    def __init__(self, where: str):
+        super().__init__("the mesh has got another size", where=where, remedy="call again")
+
 
 def made_for_its_size(function: _Function) -> _Function:
     """The function, called again if what it sends was made for another size than the mesh has by then."""

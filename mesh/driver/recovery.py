@@ -259,7 +259,14 @@ class Recovery:
             again = self._with_values(again, replaced)
         if replaced:
             session.uncopied.copy_to_hosts(session)
-        self._run_again(again, replaced)
+            self._give_values(again, replaced)
+        for task in again:
+            send_again(session, task, replaced)
+        if freed_again := freed_meanwhile(again):
+            session.tell(protocol.Free(freed_again, ()))
+        if replaced:
+            lasting = session.lasting and (not session.ranks.bare or self._moves is None or not self._moves.lost)
+            tell(self._lost, again, time.monotonic() - self._since, session.describe(), lasting=lasting)
         self._lost.clear()
         self.under_way = self.interrupted = False
         session.changed.notify_all()
@@ -301,19 +308,11 @@ class Recovery:
         session.wait(task)
         return True
 
-    def _run_again(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
-        """Send again what was left undone."""
+    def _give_values(self, again: Sequence[Task], replaced: Sequence[int]) -> None:
+        """Have replaced ranks read the batches that these tasks need, and send them the objects that name values."""
         session = self._session
         held = [one for task in again for one in (*task.again.call.arguments, task.again.call.holds)]
-        for values in session.values.unread(held) if replaced else ():
+        for values in session.values.unread(held):
             send_read(session, values)
-        for message, packet in session.shipped.naming_values() if replaced else ():
+        for message, packet in session.shipped.naming_values():
             session.tell(message, packet, replaced)
-        for task in again:
-            send_again(session, task, replaced)
-        if freed := freed_meanwhile(again):
-            session.tell(protocol.Free(freed, ()))
-        seconds = time.monotonic() - self._since
-        kept = session.lasting and (not session.ranks.bare or self._moves is None or not self._moves.lost)
-        if replaced:
-            tell(self._lost, again, seconds, session.describe(), lasting=kept)

@@ -186,7 +186,7 @@ class DriverSession(Owned):
                 with self.lock:
                     self.ready()
                     if layout is not self.layout or max(chosen, default=0) >= layout.size:
-                        raise Resized("the mesh has got another size", where=self.describe(), remedy="call again")
+                        raise Resized(self.describe())
                     if generation != self.ranks.generation:
                         continue
                     self.regions += region

@@ -140,9 +140,9 @@ class Stuck:
         if seconds < self._grace or not left or self._session.ranks.in_debugger():
             return
         for rank in left:
-            pid = self._session.ranks.all[rank].pid
-            status = {"TracerPid": "0"} if self._session.ranks.arena is None else status_of(pid)
-            if status is not None and status["TracerPid"] == "0":
+            pid, elsewhere = self._session.ranks.all[rank].pid, self._session.ranks.arena is None
+            status = None if elsewhere else status_of(pid)
+            if elsewhere or (status is not None and status["TracerPid"] == "0"):
                 what = f"was still in a call {self._grace:g} s after that had failed and was interrupted"
                 self._kill(rank, pid, what)
 

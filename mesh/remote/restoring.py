@@ -122,7 +122,7 @@ class Restoring:
             one.failed = False
             self._start(one)
         connection = None if one.away else self._post.alive(one.owner)
-        # To another process only if the end of the owner is about to be noticed.
+        # It leads to another process if the owner has just ended: once that is noticed, the object is made again.
         return connection if connection is not None and connection.peer == one.owner else None
 
     def take(self, connection: Connection, msg: Any, packet: wire.Packet) -> None:

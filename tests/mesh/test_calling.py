@@ -665,13 +665,9 @@ def test_a_long_step_that_another_threads_failure_stops_runs_again(make_mesh, tm
     mesh, failed = make_mesh({"data": 2}), []
     sent, begun = tmp_path / "sent", tmp_path / "begun"
 
-    def await_file(path):
-        while not path.exists():
-            time.sleep(0.01)
-
     def fail():
         sent.touch()
-        await_file(begun)
+        until(begun.exists)
         raise ValueError("mine")
 
     @spmd(mesh=mesh)
@@ -688,7 +684,7 @@ def test_a_long_step_that_another_threads_failure_stops_runs_again(make_mesh, tm
 
     thread = threading.Thread(target=call)
     thread.start()
-    await_file(sent)
+    assert until(sent.exists)
     assert float(step(torch.ones(()))) == 2
     thread.join(10)
     assert failed

@@ -227,17 +227,14 @@ STOPPED = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import torch
+from patience import until
 from spmd import Mesh, psum, spmd
 
 mesh, sent, begun, ended = Mesh({"data": 2}), *map(Path, sys.argv[1:])
 
-def await_file(path):
-    while not path.exists():
-        time.sleep(0.01)
-
 def fail():
     sent.touch()
-    await_file(begun)
+    until(begun.exists)
     raise ValueError("mine")
 
 @spmd(mesh=mesh)
@@ -255,14 +252,14 @@ def call():
         print(error)
 
 def press():
-    await_file(begun)
+    until(begun.exists)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGINT)
 
 threads = [threading.Thread(target=call), threading.Thread(target=press)]
 for thread in threads:
     thread.start()
-await_file(sent)
+until(sent.exists)
 try:
     step(torch.ones(()))
 except KeyboardInterrupt:
