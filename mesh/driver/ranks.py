@@ -24,13 +24,14 @@ from ...kernels.torch_private import drop_unfinished_record
 from .. import wire
 from ..display import trace
 from ..display.records import levels
+from ..display.stacks import stacks_of
+from ..rank.activity import Look, look_at
 from ..rank.descriptors import RankRequest
 from ..remote.addresses import listen
 from ..spec import Layout
 from .spawn import await_zygote, fork_rank, mesh_begins, mesh_ends
 
 END_SECONDS = 2.0  # for leaving ranks to end by themselves
-_LEAVING = 10  # their niceness, while others go on
 
 
 class Rank(Owned):
@@ -46,7 +47,7 @@ class Rank(Owned):
     def __init__(self, rank: int, request: RankRequest, arena: int, listening: Sequence[socket.socket] = ()):
         super().__init__()
         self.rank = rank
-        self.alive, self.ready, self.stopped = True, False, False  # of ranks on other hosts, whether they are stopped
+        self.alive, self.ready = True, False
         self.ends = ""  # why it ends, if that is known before it does
         self.pipes: dict[str, int] = {}
         self._memory_kills = memory_kills()
@@ -219,9 +220,14 @@ class Ranks:
         """Whether a region may have changed donated memory."""
         return self.arena is not None and self.arena.overwritten(region)
 
-    def in_debugger(self) -> bool:
-        """Whether a rank is at a debugger's prompt, or traced by one."""
-        return self.arena is not None and self.arena.in_debugger()
+    def looks(self) -> list[Look]:
+        """What was seen last of the ranks, by host."""
+        pids = [one.pid if one.alive else 0 for one in self.all]
+        return [] if self.arena is None else [look_at(self.arena, range(len(pids)), pids)]
+
+    def stack_of(self, rank: int) -> str:
+        """What a rank is doing, as in `Mesh.stacks`; "" if that can't be had."""
+        return "" if self.arena is None else stacks_of(self.arena, rank)
 
     def copies_at(self) -> tuple[tuple[str, int], ...]:
         """Where each host takes copies of other hosts' values: address and port."""
@@ -281,12 +287,6 @@ class Ranks:
     def kill(self) -> None:
         for rank in self.all:
             rank.signal(signal.SIGKILL)
-
-    def yield_processor(self) -> None:
-        """Lower their priority: releasing a process's memory can take as long as a step."""
-        for rank in self.all:
-            with contextlib.suppress(OSError):  # it has ended, or this is not permitted
-                os.setpriority(os.PRIO_PROCESS, rank.pid, max(_LEAVING, os.getpriority(os.PRIO_PROCESS, rank.pid)))
 
     def await_end(self, seconds: float) -> None:
         """Wait, at most for so long, until all have ended."""

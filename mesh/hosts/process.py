@@ -34,9 +34,9 @@ from ..driver import spawn
 from ..driver.ranks import Rank
 from ..driver.sockets import RankSockets
 from ..driver.spawn import ForkedProcess, Zygote
-from ..driver.stuck import is_stopped
 from ..failure import capture
 from ..rank import descriptors, zygote
+from ..rank.activity import look_at
 from ..resizing.shares import Offered
 from . import protocol
 from .coded import NotOfThisMesh, inlined, unframed
@@ -126,8 +126,8 @@ class Host:
                 self._arena.abort(why)
             case protocol.BeginAnew(generation):
                 self._begin_anew(generation)
-            case protocol.Ask(what, region):
-                self._link.send(self._report(what, region))
+            case protocol.Ask(what, number):
+                self._link.send(self._report(what, number))
             case protocol.Tunnelled() if self._tunnel is not None:
                 self._tunnel.carry(message, content)
             case protocol.ListCopies():
@@ -184,20 +184,23 @@ class Host:
         packet.head = ranks_protocol.encode(dataclasses.replace(msg, given=(*result, size)))
         return packet
 
-    def _report(self, what: str, region: int) -> protocol.Report:
+    def _report(self, what: str, number: int) -> protocol.Report:
         if what == "overwritten":
-            return protocol.Report((), "yes" if self._arena.overwritten(region) else "")
-        if what == "in debugger":
-            return protocol.Report((), "yes" if self._arena.in_debugger() else "")
+            return protocol.Report((), "yes" if self._arena.overwritten(number) else "")
+        if what == "stack":
+            return protocol.Report((), stacks.stacks_of(self._arena, self._members.index(number)))
         if what == "stacks":
             found = (f"rank {rank}: {stacks.stacks_of(self._arena, at)}" for at, rank in enumerate(self._members))
             return protocol.Report((), "\n\n".join(found))
         rows = status.of_board(self._arena, self._members)
         return protocol.Report(tuple(dataclasses.astuple(row) for row in rows), "")
 
-    def stopped(self) -> tuple[int, ...]:
-        """The processes of ranks that are stopped, though not by a debugger."""
-        return tuple(rank.pid for rank in [*self._ranks.values()] if rank.alive and is_stopped(rank.pid))
+    def pulse(self) -> protocol.Pulse:
+        """What tells the driver that this process is neither stopped nor out of reach, and what its ranks do."""
+        ranks = [self._ranks[number] for number in self._members]
+        look = look_at(self._arena, self._members, [rank.pid if rank.alive else 0 for rank in ranks])
+        found = {rank: dataclasses.astuple(activity) for rank, activity in look.ranks.items()}
+        return protocol.Pulse(look.at, look.in_debugger, found)
 
     # -- from ranks ----------------------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ def hold(link: Link, secret: bytes) -> None:
 
 
 def _pulse(link: Link, host: Host) -> None:
-    """A thread's main function: tell the driver regularly that this process is neither stopped nor out of reach."""
+    """A thread's main function."""
     while not link.ended:
-        link.send(protocol.Pulse(host.stopped()))
+        link.send(host.pulse())
         time.sleep(protocol.PULSE_SECONDS)

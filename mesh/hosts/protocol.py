@@ -125,11 +125,11 @@ class BeginAnew(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """To a host: report its ranks' "status" or "stacks", or whether they have "overwritten" memory in a region, or one
-    is "in debugger"."""
+    """To a host: report its ranks' "status" or "stacks", one rank's "stack", or whether ranks have "overwritten" memory
+    in a region; `number` is the rank's or the region's."""
 
     what: str
-    region: int = 0
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,9 +239,12 @@ class PartsSent(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse(Message):
-    """From a host to the driver, regularly: it is alive; and which of its ranks' processes are stopped."""
+    """From a host to the driver, regularly: it is alive, and its ranks do this; see `Look`, by rank the fields of each
+    `Activity`."""
 
-    stopped: tuple[int, ...]
+    at: float
+    in_debugger: bool
+    ranks: dict[int, tuple[int, tuple[int, bool], int, int, bool, bool, bool, bool]]
 
 
 _codec = Codec(

@@ -20,6 +20,7 @@ from ...kernels.listening import READ, Listening
 from ...kernels.processes import Owned
 from .. import wire
 from ..driver.ranks import Rank
+from ..rank.activity import Activity, Look
 from . import protocol
 from .coded import NotOfThisMesh, framed
 from .hearing import Inbox
@@ -36,7 +37,7 @@ class RemoteRank(Rank):
     def __init__(self, rank: int, pid: int, host: RankHost):
         Owned.__init__(self)
         self.rank, self.pid, self._host = rank, pid, host
-        self.alive, self.ready, self.stopped, self.region = True, False, False, -1
+        self.alive, self.ready, self.region = True, False, -1
         self.pipes: dict[str, int] = {}
         self._how = ""
 
@@ -89,12 +90,14 @@ class RankHost:
         copies: the address and port where it takes copies of other hosts' values.
         hears: rank -> the address and port where others call its objects.
         heard: when it last sent something (`time.monotonic`); infinite before its first pulse.
+        look: what its last pulse said of its ranks.
     """
 
     def __init__(self, name: str, link: Link, handle: Any, store: tuple[str, int] | None, inbox: Inbox):
         self.name, self.link, self.handle, self.inbox = name, link, handle, inbox
         self._tunnel = None if store is None else Tunnel(link, store)
         self.lost, self.heard = "", float("inf")
+        self.look: Look | None = None
         self.copies: tuple[str, int] = ("", 0)
         self.hears: dict[int, tuple[str, int]] = {}
         self._ranks: dict[int, RemoteRank] = {}
@@ -179,8 +182,8 @@ class RankHost:
             self.inbox.put("answer", [self._ranks[rank] for rank in msg.ranks], content)
         elif isinstance(msg, protocol.Pulse):
             self.heard = time.monotonic()
-            for rank in self._ranks.values():
-                rank.stopped = rank.pid in msg.stopped
+            ranks = {rank: Activity(*fields) for rank, fields in msg.ranks.items()}
+            self.look = Look(msg.at, msg.in_debugger, ranks, protocol.PULSE_SECONDS)
         elif isinstance(msg, protocol.Printed):
             self.inbox.put(msg.stream, (self._ranks[msg.rank],), content)
         elif isinstance(msg, protocol.Died):

@@ -26,6 +26,7 @@ from ..driver.ranks import Rank, Ranks, request_of
 from ..driver.receiving import Receiving
 from ..launch.meeting import url
 from ..rank import descriptors
+from ..rank.activity import Look
 from ..spec import Layout
 from . import protocol
 from .coded import framed
@@ -174,8 +175,15 @@ class HostRanks(Ranks):
     def overwritten(self, region: int) -> bool:
         return any(answer.text for _, answer in self._answers(protocol.Ask("overwritten", region)))
 
-    def in_debugger(self) -> bool:
-        return any(answer.text for _, answer in self._answers(protocol.Ask("in debugger")))
+    def looks(self) -> list[Look]:
+        return [host.look for host in list(self._hosts) if host.look is not None and not host.lost]
+
+    def stack_of(self, rank: int) -> str:
+        try:
+            text: str = self._host_of[rank].asked(protocol.Ask("stack", rank))().text
+        except MeshError:  # its host is lost
+            return ""
+        return text
 
     def _answers(self, msg: Any) -> list[tuple[RankHost, Any]]:
         """Ask all hosts at once; returns the answers of those that are not lost."""

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -27,6 +28,7 @@ from ..arguments import check_count
 from ..driver import open_sessions
 from ..driver.mesh_view import MeshView
 from ..driver.pending import Pure
+from ..driver.ranks import Ranks
 from ..driver.rerun import send_read
 from ..driver.session import DriverSession
 from ..hosts.host_list import HostList
@@ -37,6 +39,7 @@ from .newcomers import TRIES, Died, Newcomers
 logger = logging.getLogger("spmd")
 
 _LAUNCHED = "save, and launch the job at another size"
+_LEAVING = 10  # the niceness of ranks that end, while others go on
 
 
 @public
@@ -260,7 +263,7 @@ class Resizing:
                 with uninterrupted():
                     switch.enter_context(_switching(driver))
                     if here:
-                        old.yield_processor()
+                        _yield_processor(old)
                     driver.tell(protocol.Exit())  # all values have copies, or lie in memory that outlives them
                     driver.hand_over(ranks, self._layout)
                     self._mesh.set_layout(self._layout, self._threads, self._host_list)
@@ -329,3 +332,10 @@ def _quiet(driver: DriverSession) -> Iterator[None]:
                 yield
                 return
         time.sleep(0.001)
+
+
+def _yield_processor(ranks: Ranks) -> None:
+    """Lower the priority of ranks that end: releasing a process's memory can take as long as a step."""
+    for rank in ranks.all:
+        with contextlib.suppress(OSError):  # it has ended, or this is not permitted
+            os.setpriority(os.PRIO_PROCESS, rank.pid, max(_LEAVING, os.getpriority(os.PRIO_PROCESS, rank.pid)))

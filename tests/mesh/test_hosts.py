@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import json
@@ -556,6 +557,30 @@ def test_a_rank_on_another_host_that_is_stopped_is_replaced(make_mesh: Any) -> N
         assert end_within(30.0, [stopped])
 
 
+def test_a_rank_on_another_host_that_is_stuck_is_replaced(make_mesh: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those that wait for it in a collective are left alone, and so is one that computes."""
+    mesh = make_mesh({"data": 4}, hosts="local:2x2", grace=1)
+    pids = mesh.run(os.getpid)
+
+    def late(stuck: bool) -> float:
+        end = time.monotonic() + 8.0
+        while mesh.rank == 2 and time.monotonic() < end:
+            pass
+        if mesh.rank == 2 and stuck:
+            stuck_in_c()
+        return float(mesh.comm().all_reduced(torch.ones(())))
+
+    def stuck_in_c() -> None:
+        while True:  # asked for its stack it comes back from C, and goes there again
+            ctypes.PyDLL(None).sleep(1000)
+
+    assert mesh.run(late, False) == [4.0] * 4 and mesh.run(os.getpid) == pids
+    with pytest.raises(PeerLost, match="rank 2 was killed: it did nothing for 1 s while it was waited for"):
+        mesh.run(late, True)
+    assert "in stuck_in_c" in capfd.readouterr().err
+    assert works(mesh) and [a == b for a, b in zip(mesh.run(os.getpid), pids, strict=True)] == [True, True, False, True]
+
+
 def test_a_rank_that_stays_in_a_call_that_has_failed_is_replaced(make_mesh: Any) -> None:
     """It was busy for ever: every later call said that the mesh had not recovered."""
     mesh = make_mesh({"data": 4}, hosts="local:2x2", timeout=5, grace=1)
@@ -567,7 +592,8 @@ def test_a_rank_that_stays_in_a_call_that_has_failed_is_replaced(make_mesh: Any)
     def step(x: torch.Tensor) -> torch.Tensor:
         while mesh.rank == 3:
             with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(1000)
+                while True:
+                    pass
         return psum(x, "data")
 
     with pytest.raises(PeerLost, match="got no answer for 5 s"):
