@@ -39,6 +39,10 @@ class Resized(MeshError):
         super().__init__("the mesh has got another size", where=where, remedy="call again")
 
 
+class Stopped(MeshError):
+    """A call was stopped, since a call of another thread has failed."""
+
+
 def made_for_its_size(function: _Function) -> _Function:
     """The function, called again if what it sends was made for another size than the mesh has by then."""
 

@@ -21,7 +21,7 @@ from .. import protocol
 from ..failure import combine, ranks_text, text_of, unexplained
 from ..hosts.moving import Moves, moves_of
 from .answers import Answers, Session
-from .pending import Outcome, Task
+from .pending import Outcome, Stopped, Task
 from .ranks import Rank
 from .rerun import blamed, donated_to, freed_meanwhile, send_again, send_read, tell, to_rerun
 from .stuck import Stuck
@@ -215,10 +215,10 @@ class Recovery:
         if donated:
             remedy = f"{donated} was donated to it, and is lost: restore a checkpoint, or leave donate= out"
 
-        def make() -> MeshError:
+        def make() -> Stopped:
             cause = failure()
             problem = "this call was stopped, because a call that another thread made has failed"
-            error = MeshError(problem, got=f"{type(cause).__name__}: {text_of(cause)}", where=where, remedy=remedy)
+            error = Stopped(problem, got=f"{type(cause).__name__}: {text_of(cause)}", where=where, remedy=remedy)
             error.__cause__ = cause
             return error
 

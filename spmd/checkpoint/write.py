@@ -26,7 +26,7 @@ from ..kernels.network.hosts import out_of_reach
 from ..kernels.processes import gone
 from ..mesh import protocol, strides
 from ..mesh.array import Array
-from ..mesh.driver.pending import Pure, Task, aside
+from ..mesh.driver.pending import Pure, Stopped, Task, aside
 from ..mesh.mesh import Mesh
 from ..mesh.region import require
 from . import folder as folders
@@ -36,7 +36,7 @@ from .manifest import FORMAT
 
 POLL_SECONDS = 0.01
 ASK_SECONDS = 0.5  # that a rank may take to write its part until it is asked for a sign of life
-TRIES = 5  # to begin writing: ranks may be killed again while lost ones are being replaced
+TRIES = 5  # to begin writing: ranks may be killed, or stopped by another thread's failure, again and again
 STORE_SECONDS = 0.05  # between two polls of the store by each rank: one process answers them all
 
 
@@ -84,8 +84,8 @@ class Writing:
                 self._writers = self._on_ranks(_write_part, self._folder, self._tensors, not self._background)
                 self._pids = [pid for _, pid in self._writers] if self._survives else self._pids
                 return
-            except PeerLost as error:
-                if not (left and self._survives):
+            except (PeerLost, Stopped) as error:
+                if not (left and (self._survives or isinstance(error, Stopped))):
                     raise
                 self.abandon(error)
 

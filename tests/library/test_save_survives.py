@@ -103,6 +103,33 @@ def test_while_the_program_waits(mesh: Mesh, tmp_path: Path) -> None:
     check(tmp_path)
 
 
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("on_loss", ["rerun", "raise"])
+def test_while_another_threads_call_fails(
+    make_mesh: Callable[..., Mesh], tmp_path: Path, on_loss: str, background: bool
+) -> None:
+    mesh, failed = make_mesh({"data": 2}, on_loss=on_loss, timeout=HANGS), []
+    value = tree(mesh)
+
+    def fail() -> None:
+        assert until(lambda: [*tmp_path.glob(".step-*")])
+        time.sleep(0.1)  # until the ranks are asked to write
+        raise ValueError("mine")
+
+    def call() -> None:
+        with pytest.raises(ValueError, match="mine"):
+            mesh.run(fail, ranks=[1])
+        failed.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert until(lambda: "in call" in str(mesh.status()))
+    assert save(tmp_path, value, background=background).result(HANGS) == tmp_path / "step-00000000"
+    thread.join(HANGS)
+    assert failed
+    check(tmp_path)
+
+
 def test_an_interrupt_when_the_ranks_were_told(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder stays until they have written into it: else their error would be that of what is called next."""
     told = []

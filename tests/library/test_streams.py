@@ -192,6 +192,24 @@ def test_the_same_bits_at_any_number_of_ranks_and_after_a_checkpoint(shared_mesh
     assert whole == trained(shared_mesh({"data": 3}), stream, tmp_path / "saved")
 
 
+def test_the_same_bits_where_a_rank_s_first_virtual_stream_has_ended(shared_mesh):
+    """On three ranks each has one of the shards that are left, and they add up as a + (b + c) all the same."""
+    found = []
+    for size in (1, 2, 3, 4):
+        mesh = shared_mesh({"data": size})
+
+        @spmd(mesh=mesh)
+        @data_parallel(shards=4)
+        def slope(w, batch):
+            return value_and_grad(lambda w, x: (w * x).mean())(w, batch)
+
+        stream = Stream([[0.0], [0.0, 1.0], [0.0, 1e8], [0.0, -1e8]], iter).map(torch.tensor)
+        *_, last = Loader(stream, 4, mesh=mesh, shuffle=False, shards=4)
+        loss, grad = slope(torch.tensor(1.0), last)
+        found.append((len(last.full()), loss.item(), grad.item()))
+    assert found == [found[0]] * 4 and found[0] == pytest.approx((3, 1 / 3, 1 / 3))
+
+
 def test_a_step_weighs_uneven_parts_by_their_samples(shared_mesh):
     mesh = shared_mesh({"data": 3})
 

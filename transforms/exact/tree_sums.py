@@ -1,6 +1,6 @@
 """Sums of many leaves over virtual shards, in the order of the tree: `_sums.Sums` for exact steps.
 
-If every rank fills exactly one node of the tree and all these nodes have the same level, they travel in the buckets of
+If the ranks fill one node of the tree each, the first nodes of one level in their order, these travel in the buckets of
 an all-reduce that adds neighbours, while the last shard's backward pass runs. Otherwise each rank receives one slice of
 all nodes, adds them by position, and sends the sums to all. Invariant: both give the bits that one rank gives.
 """
@@ -78,8 +78,10 @@ class TreeSums:
     def open(self) -> None:
         """Call this when all leaves are announced; they must be the same on all ranks."""
         nodes = self._nodes
-        alike = all(len(its) == 1 and its[0][0] == nodes[0][0][0] for its in nodes)
-        if len(nodes) == 1 or not alike:
+        level = nodes[0][0][0] if nodes[0] else 0
+        # Beside empty shards, nodes of one level need not lie in the tree as their ranks lie beside each other.
+        in_order = all(its == [(level, position)] for position, its in enumerate(nodes))
+        if len(nodes) == 1 or not in_order:
             return
         groups: dict[float, list[_Sum]] = {}
         for one in self._sums:
