@@ -58,6 +58,13 @@ class SetSources(Message):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SetModules(Message):
+    """The driver's modules whose files have changed since it imported them: each one's file, and the text it had."""
+
+    modules: dict[str, list[str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Renew(Message):
     """All ranks have left the failed region: go on in this generation. A replacement rank keeps these calls' values."""
 
@@ -299,7 +306,7 @@ class Skipped(Message):
 
 
 _codec = Codec(
-    *(Ship, Free, SetPath, SetSources, Renew, CopyTo, Populate, Exit, DebuggerLine),
+    *(Ship, Free, SetPath, SetSources, SetModules, Renew, CopyTo, Populate, Exit, DebuggerLine),
     *(CallProgram, CallFunction, PassThrough, PutValues, FillValues, FetchValues, MoveValues, ReloadModules),
     *(Ready, Progress, DebuggerPrompt, Logged, Warned, Unchanged, Metadata, Copying, Answer, Failed, Skipped),
 )

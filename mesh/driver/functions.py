@@ -20,7 +20,7 @@ from ...kernels.interrupts import uninterrupted
 from .. import protocol, trees, wire
 from ..array import Array
 from ..pickling import beside
-from ..pickling.reloading import LoadedModules
+from ..pickling.edited import DriverModules
 from ..pickling.settings import checked
 from ..pickling.unpicklable import unpicklable_part
 from . import snapshot
@@ -92,7 +92,8 @@ class ShippedObjects:
         self._sources: dict[str, list[str]] = {}
         self.followed: dict[tuple[str, int], frozenset[str]] = {}
         self._to_reload: dict[str, None] = {}  # modules that have failed to load again on ranks
-        self.modules = LoadedModules()
+        self._edited: dict[str, list[str]] = {}  # modules, as the ranks were told
+        self.modules = DriverModules()
         self.modules.notice()
 
     def ship(
@@ -135,6 +136,9 @@ class ShippedObjects:
                     self._packets[key] = packet
                     if packet.values:
                         self._naming_values[key] = packet.values
+                    if self._edited != (edited := self.modules.edited()):  # of one it may be the first use there
+                        self._edited = edited
+                        self._session.tell(protocol.SetModules(edited))
                     self._session.tell(protocol.Ship(key), packet)
                 self._uses[key] += 1
                 shipped = Shipped(key, self._last_results.setdefault(key, {}))
@@ -247,6 +251,8 @@ class ShippedObjects:
         """What to send to a new rank that has the keys `known`, except objects that name values."""
         yield protocol.SetPath(tuple(self._path)), None
         yield protocol.SetSources(self._sources), None
+        if edited := self.modules.edited():
+            yield protocol.SetModules(edited), None
         for key, packet in self._packets.items():
             if key not in self._naming_values and key not in known:
                 yield protocol.Ship(key), packet

@@ -18,7 +18,10 @@ from ...kernels.network.interface import towards
 from ...kernels.processes import namespace
 from ...kernels.shm import arena as arena_module
 from ...kernels.shm.arena import Arena
+from ..hosts.protocol import versions
 from .rendezvous import address_beside, chosen_address
+
+_GIVE = "give Mesh the same on all ranks; random numbers differ between ranks by themselves"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +59,13 @@ def join(
         make_arena: called as `make_arena(fd, size, rank)` if all ranks are on one host.
         make_host_arena: called as `make_host_arena(fd, members, rank, beyond)` if they are on several.
     """
-    given = json.dumps({name: repr(value) for name, value in (alike or {}).items()})
-    store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}\n{given}")
+    given = {name: repr(value) for name, value in (alike or {}).items()}
+    alike_there = json.dumps([versions(), given])
+    store.set(f"host/{rank}", f"{_host_identity()}\n{address_beside(store) or ''}\n{alike_there}")
     entries = [_wait_for(store, f"host/{peer}", peer, timeout).split("\n") for peer in range(size)]
-    _compare([json.loads(given) for *_, given in entries])
+    runs, given_to = zip(*(json.loads(said) for *_, said in entries), strict=True)
+    _compare(runs, "ranks run with different {}", "install the same on all hosts")
+    _compare(given_to, "ranks make their mesh with different {}", _GIVE)
     hosts = _by_host([identity for identity, *_ in entries])
     several = len(hosts) > 1 or backend == "hierarchical"
     here = _reachable_at(rank, hosts, [at for _, at, _ in entries])
@@ -86,16 +92,13 @@ def _wait_for(store: Any, key: str, peer: int, timeout: float) -> str:
         ) from None
 
 
-def _compare(given: Sequence[dict[str, str]]) -> None:
-    """Raise the same error on all ranks if some were given other arguments than rank 0."""
+def _compare(given: Sequence[dict[str, str]], problem: str, remedy: str) -> None:
+    """Raise the same error on all ranks if some have anything else than rank 0."""
     for rank, theirs in enumerate(given):
         for name, text in given[0].items():
             if theirs.get(name) != text:
-                raise MeshError(
-                    f"ranks make their mesh with different {name}",
-                    got=f"rank 0: {text}; rank {rank}: {theirs.get(name)}",
-                    remedy="give Mesh the same on all ranks; random numbers differ between ranks by themselves",
-                )
+                got = f"rank 0: {text}; rank {rank}: {theirs.get(name)}"
+                raise MeshError(problem.format(name), got=got, remedy=remedy)
 
 
 def _host_identity() -> str:

@@ -6,9 +6,12 @@ are mapped files travel as the name of the file.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import mmap
+import os
 import pickle
+import socket
 import sys
 import types
 from collections.abc import Callable
@@ -22,12 +25,14 @@ from ...kernels import torch_private
 from ...kernels.arguments import arrived
 from ...kernels.errors import MeshError
 from ...kernels.flat import contiguous
+from ...kernels.processes import namespace
 from ...kernels.shm.pages import PAGE, any_copied
 from . import classes, functions, operators
 from .attributes import Parts
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _home = torch.device("cpu")
+_PIECES, _PIECE = 64, 64  # pieces of a mapped file that are compared, and the bytes of each
 
 
 def arrive_on(device: torch.device) -> None:
@@ -180,8 +185,36 @@ def _mapped_file(obj: Any) -> tuple[Callable, tuple] | None:
             return None
     start = obj.offset - obj.offset % mmap.ALLOCATIONGRANULARITY  # of the whole map, of which `obj` may be a part
     offset = start + obj.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
-    return _opened, (str(obj.filename), obj.dtype, offset, obj.shape, order)
+    path = str(obj.filename)
+    found = _identity(path)
+    written = obj.mode not in ("r", "c")
+    cut_off = found is not None and found[-1] < offset + obj.nbytes  # the file ends before the map: reading would kill
+    seen = None if written or cut_off else (found, _sampled(obj))
+    return _opened, (path, obj.dtype, offset, obj.shape, order, seen)
 
 
-def _opened(path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], order: Any) -> np.memmap:
-    return np.memmap(path, dtype, "c", offset, shape, order)
+def _opened(path: str, dtype: np.dtype, offset: int, shape: tuple[int, ...], order: Any, seen: Any) -> np.memmap:
+    found = np.memmap(path, dtype, "c", offset, shape, order)
+    if seen is not None and seen[0] != _identity(path) and seen[1] != _sampled(found):
+        raise MeshError(
+            f"the file {path} has other data here than where it was mapped",
+            where=f"host {socket.gethostname()}",
+            remedy="have the same file at this path on all hosts",
+        )
+    return found
+
+
+def _identity(path: str) -> tuple[str, int, int, int] | None:
+    """Which file it is, among those of all hosts, and its size; None if it is gone."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return namespace(), status.st_dev, status.st_ino, status.st_size
+
+
+def _sampled(array: np.memmap) -> bytes:
+    """A digest of a few pieces of a gapless array, from its first bytes to its last: files are too large to be read."""
+    data = np.asarray(array).ravel("K").view(np.uint8)
+    starts = np.linspace(0, max(0, len(data) - _PIECE), _PIECES, dtype=np.int64)
+    return hashlib.sha256(b"".join(data[start : start + _PIECE].tobytes() for start in starts)).digest()

@@ -47,7 +47,7 @@ class LoadedModules:
         if sys.modules.keys() != self._names:
             self._names = set(sys.modules)
             for name, file in _own_modules().items():
-                self._seen.setdefault(name, _state(file))
+                self._seen.setdefault(name, _state_when_loaded(name, file))
                 self._times.setdefault(name, self._seen[name][0] / 1e9)
                 self._specs.setdefault(name, sys.modules[name].__spec__)
 
@@ -137,6 +137,11 @@ def is_programs(obj: types.FunctionType | type) -> bool:
 
 def _is_installed(path: str) -> bool:
     return path.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(path.split(os.sep))
+
+
+def _state_when_loaded(name: str, file: str) -> tuple[int, int]:
+    """That of the file; one of no file, if the module was made from another text (see `edited`)."""
+    return _state(file) if sys.modules[name].__spec__.loader_state is None else (0, 0)  # type: ignore[union-attr]
 
 
 def _state(file: str) -> tuple[int, int]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from cloudpickle import cloudpickle
+
+from ...kernels.errors import add_note
 
 _imports = threading.RLock()
 _PATIENCE = 60.0  # seconds after which a thread does not wait any more for another one's import, which may wait for it
@@ -41,8 +44,22 @@ def _one_at_a_time() -> Iterator[None]:
             lock.release()
 
 
-def _imported(name: str) -> ModuleType:
+@contextlib.contextmanager
+def _importing(module: str) -> Iterator[None]:
     with _one_at_a_time():
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            where = (
+                f"this process, on host {socket.gethostname()}, was importing {module}, which what was sent to it names"
+            )
+            remedy = "have the program's modules at the same paths on all hosts, or install them"
+            add_note(error, f"[{where}: {remedy}]")
+            raise
+
+
+def _imported(name: str) -> ModuleType:
+    with _importing(name):
         return cloudpickle.subimport(name)
 
 
@@ -50,6 +67,6 @@ class Unpickler(pickle.Unpickler):
     """That of pickle, which waits while another thread imports."""
 
     def find_class(self, module: str, name: str) -> Any:
-        with _one_at_a_time():
+        with _importing(module):
             found = super().find_class(module, name)
         return _imported if found is cloudpickle.subimport else found

@@ -15,7 +15,7 @@ from ...kernels.errors import MeshError, add_note
 from .. import wire
 from ..array import Array, meta
 from ..hosts.copier import Copier
-from ..pickling import classes
+from ..pickling import classes, edited
 from ..pickling.reloading import LoadedModules
 from ..program import CompiledCall, PlannedCall, Program
 from ..protocol import ALL, Spans, each_span
@@ -237,6 +237,7 @@ class RankState:
     def reload(self, names: Iterable[str]) -> list[str]:
         """Load modules again, see `LoadedModules`; what calls have noted was of the old code."""
         self._noted.clear()
+        edited.keep({})
         return self.modules.reload(names)
 
     def set_path(self, path: Sequence[str]) -> None:

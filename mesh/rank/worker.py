@@ -29,6 +29,7 @@ from ..array import Array
 from ..display.trace import Recorder
 from ..failure import capture
 from ..mesh import Mesh
+from ..pickling import edited
 from ..pickling.beside import remember_sources
 from ..pickling.unpicklable import sending_result
 from . import memory
@@ -104,6 +105,8 @@ class Worker(Owned):
             memory.populate(msg.step)
         elif isinstance(msg, protocol.SetSources):
             remember_sources(msg.lines)
+        elif isinstance(msg, protocol.SetModules):
+            edited.keep(msg.modules)
         elif isinstance(msg, protocol.SetPath):
             state.set_path(msg.path)
         packet.close()

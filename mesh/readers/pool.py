@@ -21,6 +21,7 @@ from ...kernels.limits import named_limits
 from ...kernels.processes import Owned
 from .. import failure, protocol, wire
 from ..driver import spawn
+from ..pickling import edited
 from ..rank.descriptors import ReaderRequest
 from .process import NOTE_BYTES, Note
 
@@ -169,6 +170,8 @@ class Pool(Owned):
                 finally:
                     os.close(folder)
             found = _Reader(pid, pidfd, mine, note)
+            if modules := edited.kept():
+                found.send(wire.Packet(b"", head=protocol.encode(protocol.SetModules(modules))))
             found.send(self._shipped)
             self._readers[index] = found  # once it has all: until then Ctrl-C may come
         return found

@@ -18,6 +18,7 @@ import torch
 from ...kernels.processes import open_more_files
 from .. import protocol, wire
 from ..failure import capture
+from ..pickling import edited
 from ..rank.descriptors import ReaderRequest
 from ..rank.memory import keep_some_freed_memory
 
@@ -80,6 +81,8 @@ def serve(control: int, board: int, index: int) -> None:
                 msg = protocol.decode(packet.head)
                 if isinstance(msg, protocol.Ship):
                     job = _Job(packet)
+                elif isinstance(msg, protocol.SetModules):
+                    edited.keep(msg.modules)
                 else:
                     assert job is not None
                     _answer(connection, msg.number, job, wire.loads(packet))

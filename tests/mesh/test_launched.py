@@ -431,6 +431,25 @@ def test_ranks_that_are_given_different_arguments_say_so(tmp_path):
     assert "different backend (got rank 0: 'gloo'; rank 1: 'auto')" in backend and size == "2"
 
 
+OF_ANOTHER_VERSION = """
+import os
+import torch
+torch.__version__ = f"2.{os.environ['SPMD_RANK']}.0"
+from spmd import Mesh, MeshError
+try:
+    Mesh(timeout=20)
+except MeshError as error:
+    print(error)
+"""
+
+
+def test_ranks_of_different_versions_say_so(tmp_path):
+    """Their results need not have the same bits, nor their messages the same meaning."""
+    (out, _), (other, _) = two_ranks(tmp_path, OF_ANOTHER_VERSION)
+    assert out == other
+    assert out.startswith("ranks run with different torch (got rank 0: 2.0.0; rank 1: 2.1.0): install the same")
+
+
 COUNTED = """
 import sys
 import torch

@@ -1,13 +1,14 @@
 """A `np.memmap` travels as its path: no process reads it whole."""
 
 import sys
+from pathlib import Path
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
 
-from spmd import Loader, Sampler
+from spmd import Loader, MeshError, Sampler
 from spmd.mesh import wire
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -48,6 +49,33 @@ def test_what_arrived_is_sent_on_as_the_file_until_it_is_written(mapped):
     assert len(packet.data) < 600 and np.array_equal(wire.loads(packet), whole)
     here[3, 1] = -5
     assert wire.loads(wire.dumps(here))[3, 1] == -5 and array[3, 1] == whole[3, 1]
+
+
+def test_another_file_at_the_path_is_refused(mapped):
+    """As where each host has a file of its own there: the ranks would read other data than the program has mapped."""
+    array, whole = mapped
+    packet = wire.dumps(array)
+    path = Path(array.filename)
+    same = path.with_suffix(".same")
+    same.write_bytes(path.read_bytes())
+    same.replace(path)
+    assert np.array_equal(wire.loads(packet), whole)
+    other = path.with_suffix(".other")
+    other.write_bytes(b"header.." + (whole + 1).tobytes())
+    other.replace(path)
+    with pytest.raises(MeshError, match=r"data has other data here than where it was mapped.*on all hosts"):
+        wire.loads(packet)
+
+
+def test_a_file_that_is_written_in_place_is_the_same_file(mapped):
+    array, _ = mapped
+    packet = wire.dumps(array)
+    own = np.memmap(array.filename, np.int64, "r+", offset=8, shape=(20, 3))
+    own[0] = -1
+    assert np.array_equal(wire.loads(packet), own) and np.array_equal(wire.loads(wire.dumps(own)), own)
+    packet = wire.dumps(own)
+    own[0] = -2
+    assert np.array_equal(wire.loads(packet), own)
 
 
 def test_captured_and_as_a_dataset(shared_mesh, mapped):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -22,7 +23,7 @@ from frontend import Kernel, kernel, kernels_are_forks
 from patience import HANGS, end_within, quick, running, slowness
 from scripts import FORKED_CHILDREN, HERE, run
 
-from spmd import Mesh, P, SpecError, spmd
+from spmd import Loader, Mesh, P, PeerLost, SpecError, spmd
 
 MESH = "Mesh({'data': 2}, backend='shm', device='cpu')"
 IMPORTS = """
@@ -344,6 +345,14 @@ def test_a_module_that_the_kernel_has_loaded_again(tmp_path: Path) -> None:
         assert book.ok("mesh.run(lambda: model.RATE)").result == "[7, 7]"
 
 
+def imported(name: str, monkeypatch: pytest.MonkeyPatch, *parts: str) -> Any:
+    """A module, which is not there any more after the test: a later `mesh.reload` would look for its file."""
+    for one in (name, *parts):
+        monkeypatch.setitem(sys.modules, one, types.ModuleType(one))
+        del sys.modules[one]
+    return importlib.import_module(name)
+
+
 def test_a_module_that_only_the_driver_can_load_again(
     make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,8 +360,7 @@ def test_a_module_that_only_the_driver_can_load_again(
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "loaded_here_alone.py"
     file.write_text("rate = 1\n")
-    module = importlib.import_module("loaded_here_alone")
-    monkeypatch.setitem(sys.modules, "loaded_here_alone", module)
+    module = imported("loaded_here_alone", monkeypatch)
     mesh = make_mesh({"data": 2})
 
     def rate() -> int:
@@ -382,8 +390,7 @@ def test_classes_of_a_module_that_was_loaded_again(
     file = tmp_path / "with_a_class.py"
     text = "RATE = {}\n\nclass Kind:\n    def rate(self):\n        return {}\n"
     file.write_text(text.format(1, "RATE"))
-    module = importlib.import_module("with_a_class")
-    monkeypatch.setitem(sys.modules, "with_a_class", module)
+    module = imported("with_a_class", monkeypatch)
     mesh, kept = make_mesh({"data": 2}), module.Kind()
     of_cell = type("Cell", (module.Kind,), {"__module__": "__main__"})
 
@@ -405,6 +412,56 @@ def test_classes_of_a_module_that_was_loaded_again(
     assert mesh.run(rates) == [rates()] * 2 == [(-4444, -4444)] * 2
 
 
+def test_a_module_that_was_edited_is_the_driver_s_on_new_ranks_too(
+    make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in the place of dead ones, those of a resize, and processes that read: until the driver loads it again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "being_edited"
+    package.mkdir()
+    files = [package / "__init__.py", package / "part.py", package / "later.py"]
+    text = "import torch\nfrom . import part, later\nclass Rows:\n    rate = {}\n    def __len__(self):\n"
+    text += "        return 4\n    def __getitem__(self, i):\n        return torch.tensor(self.rate)\n"
+    texts = [text, "RATE = {}\n", "RATE = {}\n"]
+
+    def write(rate: int) -> None:
+        for file, content in zip(files, texts, strict=True):
+            file.write_text(content.format(rate))
+
+    write(1)
+    module = imported("being_edited", monkeypatch, "being_edited.part", "being_edited.later")
+    mesh = make_mesh({"data": 2})
+
+    def rates() -> set[int]:
+        loaders = [Loader(module.Rows(), 2, workers=workers, mesh=mesh) for workers in (0, 1)]
+        read = {int(rate) for loader in loaders for batch in loader for rate in batch.full()}
+        return {*read, *mesh.run(lambda: module.part.RATE), *mesh.run(lambda: module.Rows().rate)}
+
+    assert rates() == {1}
+    write(22)
+    files[2].unlink()
+    killed = mesh.run(os.getpid)[1]
+    os.kill(killed, signal.SIGKILL)
+    with contextlib.suppress(PeerLost):
+        mesh.run(os.getpid)
+    assert killed not in mesh.run(os.getpid) and rates() == {1}
+    assert mesh.run(lambda: module.later.RATE) == [1, 1]
+    mesh.resize({"data": 3})
+    assert rates() == {1}
+    mesh.restart()
+    assert rates() == {1}
+    assert make_mesh({"data": 1}).run(lambda: module.part.RATE) == [1]
+    write(333)
+    assert {*mesh.reload()} == {"being_edited", "being_edited.part", "being_edited.later"}
+    assert rates() == {333}
+    mesh.resize({"data": 2})
+    assert rates() == {333}
+    write(4444)
+    importlib.reload(module.part)
+    mesh.resize({"data": 1})
+    assert mesh.run(lambda: module.part.RATE) == [4444]
+
+
 def test_a_call_of_code_that_was_loaded_again_is_a_first_call(
     make_mesh: Callable[..., Mesh], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,8 +472,7 @@ def test_a_call_of_code_that_was_loaded_again_is_a_first_call(
     monkeypatch.setitem(sys.modules, "another_that_goes", types.ModuleType("another_that_goes"))
     assert mesh.run(lambda: 1) == [1, 1]
     monkeypatch.delitem(sys.modules, "another_that_goes")  # so that there are as many modules as before
-    module = importlib.import_module("loaded_with_a_mistake")
-    monkeypatch.setitem(sys.modules, "loaded_with_a_mistake", module)
+    module = imported("loaded_with_a_mistake", monkeypatch)
     total, x = spmd(module.total, mesh=mesh, in_specs=P("data")), torch.ones(2)
     assert [float(total(x)) for _ in range(2)] == [2, 2]
     file.write_text("def total(x):\n    return x.sum()\n")  # the same on both ranks, by chance

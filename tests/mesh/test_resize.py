@@ -687,15 +687,16 @@ def test_what_new_ranks_print_while_they_get_ready(
 ) -> None:
     """It is shown once they are taken, or have died."""
     monkeypatch.syspath_prepend(tmp_path)
-    text = "print('was imported', flush=True)\nONE = 1\n"
-    (tmp_path / "told_of_ranks.py").write_text(text)
+    ends = tmp_path / "ends"
+    text = f"import os\nprint('was imported', flush=True)\nif os.path.exists({str(ends)!r}):\n    os._exit(3)\n"
+    (tmp_path / "told_of_ranks.py").write_text(f"{text}ONE = 1\n")
     module = importlib.import_module("told_of_ranks")
     step = spmd(lambda x: x + module.ONE, mesh=mesh)
     assert int(step(torch.tensor(1))) == 2
     capfd.readouterr()
     mesh.resize({"data": 3})
     assert capfd.readouterr().out == "was imported\n"
-    (tmp_path / "told_of_ranks.py").write_text(f"{text}import os\nprint('and ends')\nos._exit(3)\n")
+    ends.touch()
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     gc.disable()
