@@ -1,14 +1,17 @@
 """The stacks of ranks, on request: even of a rank that is stuck in C, or holds the interpreter's lock.
 
-A rank writes them from faulthandler's signal handler in C into a nameless file that whoever asks reads; so nothing that
-the rank is doing has to return first. What the kernel says of its threads is added: for a stopped rank that is all
-there is. Invariant: asking does not change what a rank computes.
+Each of a rank's threads writes its own, from faulthandler's signal handler in C, into a nameless file that whoever asks
+reads; so nothing that the rank is doing has to return first. No thread writes that of another, which might just be
+ending. What the kernel says of the threads is added: for a stopped rank that is all there is. Invariant: asking does
+not change what a rank computes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import fcntl
 import os
 import signal
 import time
@@ -21,12 +24,15 @@ from ...kernels.processes import stat_of, status_of
 from ...kernels.shm.board import Board
 
 SIGNAL = signal.SIGRTMIN + 11  # programs use SIGUSR1 and SIGUSR2 themselves
-_ANSWER_SECONDS = 1.0  # for a rank to begin to write its stacks
-_WRITE_SECONDS = 10.0  # for it to finish, even if it gets little processor time
-_LOOK_SECONDS = 0.005
+_ANSWER_SECONDS = 1.0  # for the first of a rank's threads that does not answer at once to begin to write its stack
+_OTHERS_SECONDS = 0.05  # for each one after it
+_WRITE_SECONDS = 10.0  # to finish, even with little processor time
+_LOOK_SECONDS = 0.002
+_TGKILL = 234  # the system call's number on x86-64, where alone there is an arena
 _MOST_THREADS = 8  # of a process, each shown on a line; of more only the number is given
 
 _stacks_fd: int | None = None
+_syscall = ctypes.CDLL(None).syscall
 
 
 def publish(board: Board) -> None:
@@ -34,7 +40,7 @@ def publish(board: Board) -> None:
     global _stacks_fd
     if _stacks_fd is None:
         _stacks_fd = os.memfd_create("spmd-stacks", os.MFD_CLOEXEC)
-        faulthandler.register(SIGNAL, file=_stacks_fd, all_threads=True, chain=False)
+        faulthandler.register(SIGNAL, file=_stacks_fd, all_threads=False, chain=False)
     board.publish_stacks(_stacks_fd)
 
 
@@ -56,33 +62,51 @@ def stacks_of(board: Board, rank: int) -> str:
 
 
 def _asked(pid: int, number: int) -> str:
-    """What a process writes when it is asked for its stacks; empty if it does not answer."""
-    if number < 0:
-        return ""
+    """What the threads of a process write when they are asked for their stacks; empty if none does."""
+    found, seconds = [], _ANSWER_SECONDS
     with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "rb", buffering=0) as file:
-        before, deaf = os.fstat(file.fileno()).st_size, _deaf_threads(pid)
-        os.kill(pid, SIGNAL)
-        _wait(lambda: os.fstat(file.fileno()).st_size > before, _ANSWER_SECONDS)
-        # While its handler runs, the signal is blocked in that thread: this tells when it has finished.
-        _wait(lambda: _deaf_threads(pid) <= deaf, _WRITE_SECONDS)
-        last = os.fstat(file.fileno()).st_size
-        return os.pread(file.fileno(), last - before, before).decode(errors="replace").strip()
-    return ""
+        if not _wait(lambda: _is_locked(file.fileno()), _WRITE_SECONDS):  # another one asks, and is stopped perhaps
+            return ""
+        for thread in sorted(map(int, os.listdir(f"/proc/{pid}/task"))):
+            before = os.fstat(file.fileno()).st_size
+            if not _is_told(pid, thread, seconds):
+                seconds = min(seconds, _OTHERS_SECONDS)
+            size = os.fstat(file.fileno()).st_size - before
+            if size:  # else it is no thread of Python's
+                written = os.pread(file.fileno(), size, before).decode(errors="replace").strip()
+                found.append(written.replace("Stack (", f"Thread {thread} (", 1))
+    return "\n".join(found)
 
 
-def _wait(ready: Callable[[], bool], seconds: float) -> None:
+def _is_locked(fd: int) -> bool:
+    """Lock a file, so that what others ask for is not written in between; whether that was possible."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_told(pid: int, thread: int, seconds: float) -> bool:
+    """Send a thread the signal; whether it has dealt with it, or has ended."""
+    if _has_signal(pid, thread, "SigBlk"):
+        return True  # it would get it some time
+    _syscall(_TGKILL, pid, thread, SIGNAL)
+    if not _wait(lambda: not _has_signal(pid, thread, "SigPnd"), seconds):
+        return False
+    time.sleep(_LOOK_SECONDS)  # for a moment it is neither pending nor blocked, as it is while the handler runs
+    return _wait(lambda: not _has_signal(pid, thread, "SigBlk"), _WRITE_SECONDS)
+
+
+def _has_signal(pid: int, thread: int, field: str) -> bool:
+    status = status_of(f"{pid}/task/{thread}")
+    return status is not None and bool(int(status.get(field, "0"), 16) >> (SIGNAL - 1) & 1)
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while not ready() and time.monotonic() < end:
+    while not (found := ready()) and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
-
-
-def _deaf_threads(pid: int) -> set[str]:
-    """The threads of a process that block the signal."""
-    found = set()
-    for path in Path(f"/proc/{pid}/task").iterdir():
-        status = status_of(f"{pid}/task/{path.name}")
-        if status is not None and int(status.get("SigBlk", "0"), 16) >> (SIGNAL - 1) & 1:
-            found.add(path.name)
     return found
 
 

@@ -398,6 +398,29 @@ print(mesh.stacks())
     assert text.startswith("rank 0: process ") and "most recent call first" in text, error
 
 
+def test_stacks_of_a_rank_whose_threads_begin_and_end(mesh: Mesh, tmp_path: Path) -> None:
+    """Each writes its own: one that wrote those of others read what these had freed, and the rank crashed."""
+    pids, done = mesh.driver.pids, tmp_path / "done"
+
+    def below(depth: int) -> None:
+        below(depth - 1) if depth else None
+
+    def begin_and_end() -> None:
+        while not done.exists():
+            threads = [threading.Thread(target=below, args=(60,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    call = mesh.submit(begin_and_end, rank=1)
+    assert until(lambda: "in begin_and_end" in mesh.stacks())
+    for _ in range(200):
+        mesh.stacks()
+    done.touch()
+    assert call.result(HANGS) is None and mesh.driver.pids == pids
+
+
 def test_stacks_of_a_rank_that_is_preempted_while_it_writes(make_mesh: Callable[..., Mesh]) -> None:
     mesh = make_mesh({"data": 1})
     done = threading.Event()
