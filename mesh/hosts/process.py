@@ -197,8 +197,9 @@ class Host:
 
     def pulse(self) -> protocol.Pulse:
         """What tells the driver that this process is neither stopped nor out of reach, and what its ranks do."""
-        ranks = [self._ranks[number] for number in self._members]
-        look = look_at(self._arena, self._members, [rank.pid if rank.alive else 0 for rank in ranks])
+        ranks = [self._ranks.get(number) for number in self._members]  # none, if they could not be forked
+        pids = [0 if rank is None or not rank.alive else rank.pid for rank in ranks]
+        look = look_at(self._arena, self._members, pids)
         found = {rank: dataclasses.astuple(activity) for rank, activity in look.ranks.items()}
         return protocol.Pulse(look.at, look.in_debugger, found)
 
@@ -326,7 +327,7 @@ def hold(link: Link, secret: bytes) -> None:
 
 
 def _pulse(link: Link, host: Host) -> None:
-    """A thread's main function."""
+    """A thread's main function: send pulses until the link ends."""
     while not link.ended:
         link.send(host.pulse())
         time.sleep(protocol.PULSE_SECONDS)
